@@ -1,1 +1,66 @@
-"""testtime."""
+"""testtime: zero-shot image classifiers that get better while they are in use.
+
+Names are imported when first used, so that `import testtime` stays light and touches no network.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Features": "testtime.features",
+    "FeatureError": "testtime.types",
+    "ImageError": "testtime.types",
+    "InputError": "testtime.types",
+    "MissingPart": "testtime.types",
+    "Prediction": "testtime.types",
+    "Session": "testtime.engine",
+    "SettingError": "testtime.types",
+    "StateError": "testtime.types",
+    "Task": "testtime.types",
+    "TesttimeError": "testtime.types",
+    "UnknownName": "testtime.types",
+    "build_task": "testtime.prompts",
+    "folder": "testtime.images",
+    "load_encoder": "testtime.encoders",
+    "make_method": "testtime.registry",
+    "method_names": "testtime.registry",
+    "save_features": "testtime.features",
+    "toy": "testtime.toy",
+}
+
+__all__ = sorted([*_HOME, "__version__"])
+
+if TYPE_CHECKING:
+    from testtime.encoders import load_encoder
+    from testtime.engine import Session
+    from testtime.features import Features, save_features
+    from testtime.images import folder
+    from testtime.prompts import build_task
+    from testtime.registry import make_method, method_names
+    from testtime.toy import toy
+    from testtime.types import (
+        FeatureError,
+        ImageError,
+        InputError,
+        MissingPart,
+        Prediction,
+        SettingError,
+        StateError,
+        Task,
+        TesttimeError,
+        UnknownName,
+    )
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'testtime' has no attribute '{name}'")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

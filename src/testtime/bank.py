@@ -1,0 +1,60 @@
+"""A bank: for every class, the K features of lowest cost so far, in tensors of fixed shape.
+
+Rows are sorted by cost, lowest first; empty slots come last, with infinite cost and zero features.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Bank(NamedTuple):
+    keys: Tensor  # (C, K, D); an empty slot is zero
+    cost: Tensor  # (C, K), ascending; inf marks an empty slot
+
+
+def empty(like: Tensor, slots: int) -> Bank:
+    """A bank with no feature in it, for prototypes `like` (C, D)."""
+    classes, dim = like.shape
+    return Bank(like.new_zeros(classes, slots, dim), like.new_full((classes, slots), torch.inf))
+
+
+def push(bank: Bank, label: Tensor, feature: Tensor, cost: Tensor) -> Bank:
+    """The bank after offering it one feature (D,) of cost () for class `label` ().
+
+    The feature takes the place of the row's worst if its cost is strictly lower, or a free slot if there is
+    one; among equal costs the older comes first. The bank given is left as it was.
+
+    >>> bank = empty(torch.zeros(2, 3), slots=2)
+    >>> for cost in (3.0, 1.0, 2.0, 9.0):
+    ...     bank = push(bank, torch.tensor(1), torch.full((3,), cost), torch.tensor(cost))
+    >>> bank.cost.tolist()
+    [[inf, inf], [1.0, 2.0]]
+    """
+    slots = bank.cost.shape[1]
+    if slots == 0:
+        return bank
+    row, costs = bank.keys[label], bank.cost[label]  # (K, D), (K,)
+    place = (costs <= cost).sum()  # slots up to here stay, the rest move one down, the last one falls out
+    slot = torch.arange(slots, device=costs.device)
+    source = torch.where(slot > place, slot - 1, slot)
+    new_costs = torch.where(slot == place, cost.to(costs.dtype), costs[source])
+    new_row = torch.where((slot == place)[:, None], feature, row[source])
+    index = label.reshape(1)
+    return Bank(bank.keys.index_copy(0, index, new_row[None]), bank.cost.index_copy(0, index, new_costs[None]))
+
+
+def filled(bank: Bank) -> Tensor:
+    """Whether each class holds at least one feature: (C,) bool."""
+    if bank.cost.shape[1] == 0:
+        return torch.zeros(len(bank.cost), dtype=torch.bool, device=bank.cost.device)
+    return bank.cost[:, 0].isfinite()
+
+
+def prototypes(bank: Bank) -> Tensor:
+    """Each class's mean feature, not normalised: (C, D); zero where a class holds none."""
+    count = bank.cost.isfinite().sum(1, keepdim=True).clamp_min(1)
+    return bank.keys.sum(1) / count

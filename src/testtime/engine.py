@@ -1,0 +1,293 @@
+"""Session: the one loop. Command line, service, benchmark and sweep all call it."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from testtime import files, ops, registry
+from testtime.features import check_views
+from testtime.types import Encoder, ImageError, InputError, Method, Prediction, StateError, Task
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+FORMAT = "testtime.session"
+VERSION = "1"
+
+
+class Session:
+    """A task, a method and what it has learned so far.
+
+    `step` predicts, then adapts; `predict` only predicts. Both take an image (a Pillow image or a path, with an
+    encoder) or features: (D,) for one view, (V, D) for several, row 0 the image itself.
+
+    >>> import testtime as tt
+    >>> task, stream, labels = tt.toy()
+    >>> session = Session(task, "dpe", alpha=4)
+    >>> prediction = session.step(stream[0])
+    >>> prediction.label, prediction.learned, session.count
+    ('class 3', True, 1)
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        method: str | Method = "dpe",
+        *,
+        encoder: Encoder | None = None,
+        views: int = 1,
+        augmix: bool = False,
+        seed: int = 0,
+        preset: str | None = None,
+        **settings: object,
+    ) -> None:
+        if isinstance(method, str):
+            method = registry.make_method(method, preset, settings)
+        elif settings or preset:
+            raise InputError("Settings and presets go with a method's name; a ready-made method has its own.")
+        if views < 1:
+            raise InputError(f"views={views}: at least the image itself is needed, so 1 or more.")
+        if encoder is not None and encoder.dim != task.dim:
+            raise InputError(f"Encoder {encoder.name} gives {encoder.dim} features, the task has {task.dim}.")
+        method.check(task)
+        self.task = task
+        self.method = method
+        self.encoder = encoder
+        self.views = views
+        self.augmix = augmix
+        self.seed = seed
+        self.reset()
+
+    def __repr__(self) -> str:
+        return f"Session({self.method!r}, {self.task.classes} classes, {self.count} images seen)"
+
+    def reset(self) -> None:
+        """Forget the stream: back to before the first image."""
+        with torch.inference_mode(False):
+            self.state: Any = self.method.init(self.task)
+        self.count = 0
+
+    def fork(self) -> Session:
+        """A second session that starts from here and learns on its own."""
+        return copy.copy(self)  # steps are pure, so the state can be shared until either moves on
+
+    def step(self, image: Image | str | Path | Tensor) -> Prediction:
+        """Predict one image, then learn from it. A refused image leaves everything as it was."""
+        return self._advance(self._features([image])[0])
+
+    def predict(self, image: Image | str | Path | Tensor) -> Prediction:
+        """Predict one image from what has been learned so far, learning nothing."""
+        return self.fork().step(image)
+
+    def scan(self, stream: Tensor) -> Tensor:
+        """Logits (N, C) of a chunk of features (N, V, D), learning along the way; all or nothing."""
+        check_views(stream, self.task.dim, self.count)
+        logits, self.state = self.method.scan(self.task, self.state, self._unit(stream))
+        self.count += len(stream)
+        return logits
+
+    def run(
+        self,
+        images: Iterable[Any],
+        *,
+        batch: int = 16,
+        on_error: Callable[[Any, ImageError], None] | None = None,
+    ) -> Iterator[tuple[Any, Prediction]]:
+        """Each image with its prediction, in order. Views are encoded `batch` images at a time.
+
+        A bad image goes to `on_error` and is left out; without it, the error is raised when its turn comes.
+        """
+        source = iter(images)
+        while group := list(islice(source, batch)):
+            good, failure = self._readable(group, on_error)
+            if good:
+                features = self._features([image for _, image in good])
+                for (original, _), views in zip(good, features, strict=True):
+                    yield original, self._advance(views)
+            if failure:
+                raise failure
+
+    def save(self, path: str | Path, extra: dict[str, str] | None = None) -> Path:
+        """Write everything needed to go on bit for bit, atomically. `extra` metadata is kept as it is."""
+        facts = {
+            "format": FORMAT,
+            "version": VERSION,
+            "method": self.method.name,
+            "settings": json.dumps(registry.settings_of(self.method)),
+            "classnames": json.dumps(self.task.classnames),
+            "encoder": self.task.encoder,
+            "scale": repr(self.task.scale),
+            "views": str(self.views),
+            "augmix": json.dumps(self.augmix),
+            "seed": str(self.seed),
+            "count": str(self.count),
+        }
+        tensors = {"task.text": self.task.text} | dict(_named("state", self.state))
+        return files.write_tensors(path, tensors, (extra or {}) | facts)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        task: Task | None = None,
+        *,
+        encoder: Encoder | None = None,
+        device: torch.device | str = "cpu",
+    ) -> Session:
+        """A saved session. With a `task` (or an encoder), it must be the one that the file was made with."""
+        file = files.open_tensors(path, StateError)
+        facts = _facts(file, path)
+        text = file.get_tensor("task.text").to(device)
+        saved = Task(text, tuple(json.loads(facts["classnames"])), float(facts["scale"]), facts["encoder"])
+        if encoder is not None and encoder.name != saved.encoder:
+            raise StateError(f"{path} was made with encoder '{saved.encoder}', not '{encoder.name}'.")
+        if task is not None:
+            _same_task(path, saved, task)
+            saved = replace(saved, context=task.context)
+        session = cls(
+            saved,
+            registry.make_method(facts["method"], None, json.loads(facts["settings"])),
+            encoder=encoder,
+            views=int(facts["views"]),
+            augmix=json.loads(facts["augmix"]),
+            seed=int(facts["seed"]),
+        )
+        session.state = _filled("state", session.state, file, path, device)
+        session.count = int(facts["count"])
+        return session
+
+    def _advance(self, views: Tensor) -> Prediction:
+        """Predict and learn from unit views (V, D)."""
+        logits, state = self.method.step(self.task, self.state, views)
+        frozen = self.task.zero_shot(views[0])
+        probabilities, zero_shot = self.method.probabilities(logits), frozen.softmax(-1)
+        index, zero_index = int(logits.argmax()), int(frozen.argmax())
+        log_p = probabilities.clamp_min(torch.finfo(probabilities.dtype).tiny).log()
+        prediction = Prediction(
+            label=self.task.classnames[index],
+            confidence=float(probabilities[index]),
+            entropy=float(-(probabilities * log_p).sum().clamp_max(0)) or 0.0,
+            zero_shot=self.task.classnames[zero_index],
+            zero_shot_confidence=float(zero_shot[zero_index]),
+            learned=self.method.learned(self.state, state),
+            index=index,
+            zero_shot_index=zero_index,
+            logits=logits,
+        )
+        self.state, self.count = state, self.count + 1
+        return prediction
+
+    def _unit(self, features: Tensor) -> Tensor:
+        return ops.unit(features.to(self.task.text))
+
+    def _features(self, images: list[Any]) -> list[Tensor]:
+        """Unit views (V, D) of each image; the first has stream index `self.count`."""
+        if all(isinstance(image, Tensor) for image in images):
+            features = [image[None] if image.ndim == 1 else image for image in images]
+        else:
+            features = list(self._encode(images))
+        for offset, views in enumerate(features):
+            check_views(views[None], self.task.dim, self.count + offset)
+        return [self._unit(views) for views in features]
+
+    def _encode(self, images: list[Any]) -> Tensor:
+        """Features (n, V, D) of images, their views seeded by (seed, stream index)."""
+        from testtime.views import views as make_views
+
+        if self.encoder is None:
+            raise InputError("This session has no encoder; give features, or make it with Session(..., encoder=).")
+        pixels = [
+            make_views(
+                _opened(image), self.views, self.encoder.preprocess, seed=self.seed, index=self.count + offset,
+                augmix=self.augmix,
+            )
+            for offset, image in enumerate(images)
+        ]
+        features = self.encoder.encode_images(torch.cat(pixels))
+        return features.unflatten(0, (len(images), self.views))
+
+    def _readable(
+        self, group: list[Any], on_error: Callable[[Any, ImageError], None] | None
+    ) -> tuple[list[tuple[Any, Any]], ImageError | None]:
+        """The images of a group that can be read, each with its source, and the error to stop at, if any."""
+        good: list[tuple[Any, Any]] = []
+        for source in group:
+            try:
+                good.append((source, _opened(source)))
+            except ImageError as error:
+                if on_error is None:
+                    return good, error
+                on_error(source, error)
+        return good, None
+
+
+def _opened(image: Any) -> Any:
+    """An image as it is, or read from its path."""
+    if isinstance(image, str | Path):
+        from testtime.images import read_image
+
+        return read_image(image)
+    return image
+
+
+def _named(prefix: str, state: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a state under dotted names."""
+    if isinstance(state, Tensor):
+        yield prefix, state
+        return
+    for field, part in state._asdict().items():
+        yield from _named(f"{prefix}.{field}", part)
+
+
+def _filled(prefix: str, fresh: Any, file: Any, path: Any, device: torch.device | str) -> Any:
+    """A state of the shape of `fresh` with the tensors of a file."""
+    if not isinstance(fresh, Tensor):
+        parts = fresh._asdict().items()
+        return type(fresh)(*(_filled(f"{prefix}.{field}", part, file, path, device) for field, part in parts))
+    if prefix not in file.keys():
+        raise StateError(f"{path} lacks '{prefix}'; it was written by another version, or is damaged.")
+    stored = file.get_tensor(prefix).to(device)
+    if stored.shape != fresh.shape or stored.dtype != fresh.dtype:
+        raise StateError(
+            f"{path}: '{prefix}' is {stored.dtype} {tuple(stored.shape)}, "
+            f"where this task needs {fresh.dtype} {tuple(fresh.shape)}."
+        )
+    return stored
+
+
+def _facts(file: Any, path: Any) -> dict[str, str]:
+    facts: dict[str, str] = dict(file.metadata() or {})
+    if facts.get("format") != FORMAT:
+        raise StateError(f"{path} is not a saved session (no '{FORMAT}' in its metadata).")
+    if facts.get("version") != VERSION:
+        raise StateError(
+            f"{path} has format version {facts.get('version')}, this program reads {VERSION}. "
+            "Use the version of testtime that wrote it, or start the session anew."
+        )
+    return facts
+
+
+def _same_task(path: Any, saved: Task, given: Task) -> None:
+    """Refuse a task other than the one in the file, saying what differs first."""
+    if saved.classnames != given.classnames:
+        pairs = zip(saved.classnames, given.classnames, strict=False)
+        first = next((f"'{a}' there, '{b}' here" for a, b in pairs if a != b), "one list is longer")
+        raise StateError(
+            f"{path} holds {saved.classes} classes, this task has {given.classes}, and they differ ({first}). "
+            "Give the same class list in the same order, or start without the file."
+        )
+    if saved.dim != given.dim:
+        raise StateError(f"{path} has features of {saved.dim} dimensions, this task of {given.dim}.")
+    if saved.encoder != given.encoder:
+        raise StateError(f"{path} was made with encoder '{saved.encoder}', this task with '{given.encoder}'.")
+    if saved.scale != given.scale or not torch.allclose(saved.text.cpu(), given.text.to(saved.text).cpu(), atol=1e-4):
+        raise StateError(f"{path} was made with other text prototypes or another logit scale: same prompts needed.")

@@ -1,0 +1,194 @@
+"""The feature store: views encoded once, replayed under any method.
+
+A store is one `.safetensors` file with `views` [N, V, D], `text` [C, D] and optional `labels` [N], or a folder of
+such shards with an `index.json`. Views are read a chunk at a time, so a store may be larger than memory.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from testtime import files
+from testtime.ops import unit
+from testtime.types import FeatureError, Task
+
+VERSION = "1"
+INDEX = "index.json"
+
+
+def check_views(views: Tensor, dim: int, first: int = 0) -> None:
+    """Refuse views (N, V, D) that no method can use; `first` is the stream index of row 0, for the message."""
+    if views.ndim != 3 or views.shape[1] < 1 or views.shape[2] != dim:
+        raise FeatureError(f"Views must be (N, V, {dim}) with at least one view; got {tuple(views.shape)}.")
+    if not views.is_floating_point():
+        raise FeatureError(f"Views must be floating point; got {views.dtype}.")
+    bad = ~torch.isfinite(views).all(-1) | (views == 0).all(-1)  # (N, V)
+    if bad.any():
+        image, view = bad.nonzero()[0].tolist()
+        what = "are all zero" if torch.isfinite(views[image, view]).all() else "hold NaN or infinity"
+        raise FeatureError(
+            f"Features of image {first + image}, view {view}, {what}; such an image cannot be learned from. "
+            "Encode it again, or leave it out."
+        )
+
+
+def save_features(
+    path: str | Path,
+    views: Tensor,
+    text: Tensor,
+    *,
+    labels: Tensor | None = None,
+    classnames: Sequence[str] | None = None,
+    scale: float = 100.0,
+    metadata: Mapping[str, str] | None = None,
+) -> Path:
+    """Write a feature file, atomically. `metadata` may add `encoder`, `dataset`, `seed` or anything else."""
+    check_views(views, text.shape[1])
+    tensors = {"views": views, "text": text} | ({} if labels is None else {"labels": labels.long()})
+    facts = {"scale": repr(float(scale)), "version": VERSION} | dict(metadata or {})
+    if classnames is not None:
+        facts["classnames"] = json.dumps(list(classnames))
+    return files.write_tensors(path, tensors, facts)
+
+
+def write_index(folder: str | Path, shards: Sequence[str]) -> Path:
+    """Make a folder of shards a store; `shards` are file names in stream order."""
+    index = {"format": "testtime.features", "version": VERSION, "shards": list(shards)}
+    return files.write_atomic(Path(folder) / INDEX, json.dumps(index, indent=1) + "\n")
+
+
+class Features:
+    """A feature file, or a folder of shards, read lazily.
+
+    >>> import tempfile, testtime as tt
+    >>> task, stream, labels = tt.toy()
+    >>> path = save_features(f"{tempfile.mkdtemp()}/toy.safetensors", stream, task.text, labels=labels)
+    >>> store = Features(path)
+    >>> len(store), store.views, store.dim, store.classnames[:2]
+    (160, 4, 32, ('0', '1'))
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._shards = [files.open_tensors(shard, FeatureError) for shard in _shard_paths(self.path)]
+        shapes = [_shape(shard, self.path) for shard in self._shards]
+        if len({shape[1:] for shape in shapes}) > 1:
+            raise FeatureError(f"{self.path}: shards differ in views or dimension: {sorted(set(shapes))}.")
+        self._ends = list(accumulate(shape[0] for shape in shapes))
+        _, self.views, self.dim = shapes[0]
+        self.metadata: dict[str, str] = dict(self._shards[0].metadata() or {})
+        self.text: Tensor = self._shards[0].get_tensor("text")
+        self._check_text()
+        self.classnames = self._read_classnames()
+        self.scale = self._read_scale()
+        self.labels = self._read_labels()
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def task(self, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Task:
+        """The task of this store, its prototypes cast and then normalised."""
+        text = unit(self.text.to(device=device, dtype=dtype))
+        return Task(text, self.classnames, self.scale, self.metadata.get("encoder", ""))
+
+    def read(self, start: int, stop: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Views of the images from start to stop (n, V, D), checked, cast and then normalised."""
+        parts, begin = [], 0
+        for shard, end in zip(self._shards, self._ends, strict=True):
+            if start < end and stop > begin:
+                parts.append(shard.get_slice("views")[max(start - begin, 0) : min(stop, end) - begin])
+            begin = end
+        views = torch.cat(parts) if len(parts) != 1 else parts[0]
+        check_views(views, self.dim, start)
+        return unit(views.to(dtype))
+
+    def chunks(
+        self, order: Sequence[int] | None = None, *, size: int = 0, dtype: torch.dtype = torch.float32
+    ) -> Iterator[Tensor]:
+        """The stream as chunks (n, V, D) of at most `size` images, in the given order or as stored."""
+        # by default about 16 MB of float32 at a time
+        size = size or max(1, min(1024, 2**22 // (self.views * self.dim)))
+        count = len(self) if order is None else len(order)
+        for start in range(0, count, size):
+            stop = min(start + size, count)
+            if order is None:
+                yield self.read(start, stop, dtype)
+            else:
+                yield torch.cat([self.read(i, i + 1, dtype) for i in order[start:stop]])
+
+    def _check_text(self) -> None:
+        if self.text.ndim != 2 or self.text.shape[1] != self.dim or not self.text.is_floating_point():
+            raise FeatureError(
+                f"{self.path}: text must be (C, {self.dim}) to fit the views; got {tuple(self.text.shape)}."
+            )
+
+    def _read_classnames(self) -> tuple[str, ...]:
+        stored = self.metadata.get("classnames")
+        if stored is None:
+            return tuple(map(str, range(len(self.text))))
+        try:
+            names = json.loads(stored)
+            if not isinstance(names, list):
+                raise ValueError
+        except ValueError:
+            raise FeatureError(f"{self.path}: metadata 'classnames' is not a JSON list: {stored[:60]!r}.") from None
+        if len(names) != len(self.text):
+            raise FeatureError(f"{self.path}: {len(names)} class names for {len(self.text)} text prototypes.")
+        return tuple(map(str, names))
+
+    def _read_scale(self) -> float:
+        # older traces call it logit_scale
+        stored = self.metadata.get("scale", self.metadata.get("logit_scale", "100"))
+        try:
+            scale = float(stored)
+        except ValueError:
+            scale = math.nan
+        if not (math.isfinite(scale) and scale > 0):
+            raise FeatureError(f"{self.path}: metadata 'scale' must be a positive number; got {stored!r}.")
+        return scale
+
+    def _read_labels(self) -> Tensor | None:
+        if "labels" not in self._shards[0].keys():
+            return None
+        labels = torch.cat([shard.get_tensor("labels") for shard in self._shards])
+        if labels.shape != (len(self),):
+            raise FeatureError(f"{self.path}: labels must be ({len(self)},); got {tuple(labels.shape)}.")
+        if labels.is_floating_point() or not ((labels >= 0) & (labels < len(self.text))).all():
+            raise FeatureError(f"{self.path}: labels must be whole numbers from 0 to {len(self.text) - 1}.")
+        return labels.long()
+
+
+def _shard_paths(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    index = path / INDEX
+    if not index.exists():
+        raise FeatureError(f"{path} is a folder without {INDEX}; it is not a feature store, or not finished.")
+    try:
+        shards = json.loads(index.read_text())["shards"]
+        paths = [path / name for name in shards]
+    except (ValueError, KeyError, TypeError):
+        raise FeatureError(f"{index} is not the index of a feature store.") from None
+    if not paths:
+        raise FeatureError(f"{index} names no shards.")
+    return paths
+
+
+def _shape(shard: Any, path: Path) -> tuple[int, int, int]:
+    names = set(shard.keys())
+    if missing := {"views", "text"} - names:
+        raise FeatureError(
+            f"{path}: no tensor '{sorted(missing)[0]}'; a feature file holds views [N,V,D] and text [C,D]."
+        )
+    shape = tuple(shard.get_slice("views").get_shape())
+    if len(shape) != 3 or 0 in shape:
+        raise FeatureError(f"{path}: views must be [N,V,D] with none of them 0; got {list(shape)}.")
+    return shape  # type: ignore[return-value]

@@ -1,0 +1,73 @@
+"""What every method shares. A method of yours may inherit this, or just have the same functions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+
+import torch
+from torch import Tensor
+
+from testtime.types import SettingError, Task
+
+
+@dataclass(frozen=True)
+class Base:
+    """A frozen dataclass of plain settings; subclasses add `init` and `step`."""
+
+    name: ClassVar[str]
+    summary: ClassVar[str]  # one line for `testtime list methods`
+    presets: ClassVar[tuple[str, ...]] = ()  # class methods that return a configured instance
+
+    def __post_init__(self) -> None:
+        for name, kind in kinds(type(self)).items():
+            if get_origin(kind) is Literal:
+                allowed = " or ".join(repr(choice) for choice in get_args(kind))
+                require(getattr(self, name) in get_args(kind), name, getattr(self, name), f"must be {allowed}")
+
+    def init(self, task: Task) -> Any:
+        """The state before the first image."""
+        raise NotImplementedError
+
+    def step(self, task: Task, state: Any, views: Tensor) -> tuple[Tensor, Any]:
+        """Logits (C,) and the next state for one image's unit views (V, D)."""
+        raise NotImplementedError
+
+    def scan(self, task: Task, state: Any, stream: Tensor) -> tuple[Tensor, Any]:
+        """Logits (N, C) and the state after N images (N, V, D), one step at a time."""
+        logits = stream.new_empty(len(stream), task.classes)
+        for row, views in enumerate(stream):
+            logits[row], state = self.step(task, state, views)
+        return logits, state
+
+    def learned(self, before: Any, after: Any) -> bool:
+        """Whether anything in the state changed."""
+        return any(not torch.equal(old, new) for old, new in zip(leaves(before), leaves(after), strict=True))
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Scores as a distribution: the softmax, unless a method's scores are something else."""
+        return logits.softmax(-1)
+
+    def check(self, task: Task) -> None:
+        """Nothing to ask of the task beyond its prototypes."""
+
+
+@lru_cache
+def kinds(method: type) -> dict[str, Any]:
+    """The type of each of a method's settings, by name, in order."""
+    hints = get_type_hints(method)
+    return {entry.name: hints[entry.name] for entry in fields(method)}
+
+
+def leaves(state: Any) -> list[Tensor]:
+    """The tensors of a state, nested NamedTuples flattened, in order."""
+    if isinstance(state, Tensor):
+        return [state]
+    return [leaf for part in state for leaf in leaves(part)]
+
+
+def require(condition: bool, name: str, value: object, wanted: str) -> None:
+    """Refuse a setting whose value is out of range, saying what it may be."""
+    if not condition:
+        raise SettingError(f"Setting {name}={value!r}: {wanted}.")
