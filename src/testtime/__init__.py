@@ -29,7 +29,7 @@ _HOME = {
     "make_method": "testtime.registry",
     "method_names": "testtime.registry",
     "save_features": "testtime.features",
-    "toy": "testtime.toy",
+    "toy": "testtime.synthetic",
 }
 
 __all__ = sorted([*_HOME, "__version__"])
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from testtime.images import folder
     from testtime.prompts import build_task
     from testtime.registry import make_method, method_names
-    from testtime.toy import toy
+    from testtime.synthetic import toy
     from testtime.types import (
         FeatureError,
         ImageError,

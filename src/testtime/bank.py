@@ -37,14 +37,13 @@ def push(bank: Bank, label: Tensor, feature: Tensor, cost: Tensor) -> Bank:
     slots = bank.cost.shape[1]
     if slots == 0:
         return bank
-    row, costs = bank.keys[label], bank.cost[label]  # (K, D), (K,)
-    place = (costs <= cost).sum()  # slots up to here stay, the rest move one down, the last one falls out
-    slot = torch.arange(slots, device=costs.device)
-    source = torch.where(slot > place, slot - 1, slot)
-    new_costs = torch.where(slot == place, cost.to(costs.dtype), costs[source])
-    new_row = torch.where((slot == place)[:, None], feature, row[source])
+    # the newcomer stands last, so a stable sort leaves it behind its equals; then the last one falls out
+    costs, order = torch.cat([bank.cost[label], cost.reshape(1)]).sort(stable=True)
+    row = torch.cat([bank.keys[label], feature[None]])[order[:slots]]
     index = label.reshape(1)
-    return Bank(bank.keys.index_copy(0, index, new_row[None]), bank.cost.index_copy(0, index, new_costs[None]))
+    return Bank(
+        bank.keys.index_copy(0, index, row[None]), bank.cost.index_copy(0, index, costs[None, :slots])
+    )
 
 
 def filled(bank: Bank) -> Tensor:

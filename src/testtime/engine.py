@@ -200,20 +200,16 @@ class Session:
         return [self._unit(views) for views in features]
 
     def _encode(self, images: list[Any]) -> Tensor:
-        """Features (n, V, D) of images, their views seeded by (seed, stream index)."""
-        from testtime.views import views as make_views
-
+        """Features (n, V, D) of images."""
         if self.encoder is None:
             raise InputError("This session has no encoder; give features, or make it with Session(..., encoder=).")
-        pixels = [
-            make_views(
-                _opened(image), self.views, self.encoder.preprocess, seed=self.seed, index=self.count + offset,
-                augmix=self.augmix,
-            )
-            for offset, image in enumerate(images)
-        ]
-        features = self.encoder.encode_images(torch.cat(pixels))
-        return features.unflatten(0, (len(images), self.views))
+        from testtime.encode import encode_views  # Pillow is loaded only where there are images
+
+        opened = [_opened(image) for image in images]
+        indices = range(self.count, self.count + len(images))
+        return encode_views(
+            self.encoder, opened, indices, views=self.views, seed=self.seed, augmix=self.augmix
+        )
 
     def _readable(
         self, group: list[Any], on_error: Callable[[Any, ImageError], None] | None

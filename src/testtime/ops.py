@@ -19,16 +19,27 @@ def unit(x: Tensor) -> Tensor:
     return F.normalize(x, dim=-1)
 
 
+class Prototypes(NamedTuple):
+    """Vectors as directions and lengths: what a cosine needs, and what its gradient divides by."""
+
+    direction: Tensor  # (C, D), unit rows; a zero row stays zero
+    length: Tensor  # (C, 1)
+
+
+def prototypes(x: Tensor) -> Prototypes:
+    """The rows of x (C, D) taken apart."""
+    length = x.norm(dim=1, keepdim=True).clamp_min_(torch.finfo(x.dtype).tiny)
+    return Prototypes(x / length, length)
+
+
 def entropy(logits: Tensor) -> Tensor:
     """Entropy in nats of the softmax: (..., C) -> (...)."""
-    log_p = logits.log_softmax(-1)
-    return -(log_p.exp() * log_p).sum(-1)
+    return torch.special.entr(logits.softmax(-1)).sum(-1)
 
 
 def marginal_entropy(logits: Tensor) -> Tensor:
     """Entropy in nats of the softmax averaged over rows: (V, C) -> ()."""
-    log_p = logits.log_softmax(-1).logsumexp(0) - math.log(len(logits))
-    return -(log_p.exp() * log_p).sum()
+    return torch.special.entr(logits.softmax(-1).mean(0)).sum()
 
 
 def kept(views: int, fraction: float) -> int:
@@ -83,43 +94,45 @@ def loss(rows: Tensor, text: Tensor, visual: Tensor, seen: Tensor, aligned: Tens
 
 
 def gradient(
-    rows: Tensor, text: Tensor, visual: Tensor, seen: Tensor, aligned: Tensor, objective: Objective
+    rows: Tensor, text: Prototypes, visual: Prototypes, seen: Tensor, aligned: Tensor, objective: Objective
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of `loss` by text and by visual, without autograd: two tensors (C, D).
+    """Gradients of `loss` by text and by visual prototypes, without autograd: two tensors (C, D).
 
-    `rows` (R, D) are the features whose predictions are averaged; `text` and `visual` (C, D) need not be
-    normalised; `seen` and `aligned` (C,) are 0 or 1 and say which classes have a visual prototype and which
-    take part in the alignment. Rows of `visual` where both are 0 may hold anything finite, zero included.
+    `rows` (R, D) are the features whose predictions are averaged; `seen` and `aligned` (C,) are 0 or 1 and say
+    which classes have a visual prototype and which take part in the alignment.
     """
-    text_norm = text.norm(dim=1, keepdim=True)
-    visual_norm = visual.norm(dim=1, keepdim=True).clamp_min(torch.finfo(visual.dtype).tiny)
-    t, v = text / text_norm, visual / visual_norm
+    t, v = text.direction, visual.direction
     boost = affinity(rows @ v.T, objective.alpha, objective.beta) * seen  # (R, C)
-    log_p = torch.addmm(boost, rows, t.T, alpha=objective.scale).log_softmax(1)
-    p = log_p.exp()
+    p = torch.addmm(boost, rows, t.T, alpha=objective.scale).softmax(1)
     # entropy of the averaged softmax, by each row's logits: rank R in the prototypes
-    log_mean = log_p if len(rows) == 1 else log_p.logsumexp(0, keepdim=True) - math.log(len(rows))
-    slope = p * ((p * log_mean).sum(1, keepdim=True) - log_mean) * (objective.entropy_weight / len(rows))
+    log_mean = p.mean(0).clamp_min(torch.finfo(p.dtype).tiny).log()
+    slope = p * ((p @ log_mean)[:, None] - log_mean) * (objective.entropy_weight / len(rows))
     by_text = (objective.scale * slope).T @ rows
     by_visual = (objective.beta * boost * slope).T @ rows
     if objective.align_weight:
-        count = aligned.sum().clamp_min(1)
+        share = aligned * (objective.align_weight / objective.align_temperature) / aligned.sum().clamp_min(1)
         absent = (aligned - 1) * torch.finfo(t.dtype).max  # finite, so that a row of nothing but absent is no NaN
-        similarity = torch.addmm(absent, v, t.T, alpha=1 / objective.align_temperature)  # image by text
-        pull = similarity.softmax(1)
-        pull.diagonal().sub_(1)
-        pull.mul_((aligned * (objective.align_weight / objective.align_temperature) / count)[:, None])
+        pull = _misplaced(torch.addmm(absent, v, t.T, alpha=1 / objective.align_temperature), 1)
+        pull.mul_(share[:, None])
         if objective.align_both:
             similarity = torch.addmm(absent[:, None], v, t.T, alpha=1 / objective.align_temperature)
-            back = similarity.softmax(0)
-            back.diagonal().sub_(1)
-            pull += back.mul_(aligned * (objective.align_weight / objective.align_temperature) / count)
+            pull.addcmul_(_misplaced(similarity, 0), share)
         by_text.addmm_(pull.T, v)
         by_visual.addmm_(pull, t)
-    # through the normalisation: the part along the prototype cannot change its direction
-    by_text.sub_(t * (t * by_text).sum(1, keepdim=True)).div_(text_norm)
-    by_visual.sub_(v * (v * by_visual).sum(1, keepdim=True)).div_(visual_norm)
-    return by_text, by_visual
+    return _across(by_text, text), _across(by_visual, visual)
+
+
+def _misplaced(similarity: Tensor, dim: int) -> Tensor:
+    """Softmax less the identity: how much each pair attracts (below 0) or repels. (N, N) -> (N, N)."""
+    chance = similarity.softmax(dim)
+    chance.diagonal().sub_(1)
+    return chance
+
+
+def _across(grad: Tensor, at: Prototypes) -> Tensor:
+    """A gradient by directions as one by vectors, in place: the part along a vector cannot turn it."""
+    along = (grad * at.direction).sum(1, keepdim=True)
+    return grad.addcmul_(at.direction, along, value=-1).div_(at.length)
 
 
 class AdamW(NamedTuple):
@@ -131,11 +144,11 @@ class AdamW(NamedTuple):
     decay: float = 0.0
     state: Literal["exact", "fp16"] = "exact"
 
-    def first(self, grad: Tensor) -> Tensor:
-        """The residual after one step from zero, where the moments cancel and the decay acts on nothing."""
+    def first(self, start: Tensor, grad: Tensor) -> Tensor:
+        """`start` plus the residual after one step from zero: the moments cancel, the decay acts on nothing."""
         if self.state == "fp16":
-            return self.step(torch.zeros_like(grad), grad, None, 1)[0]
-        return grad / grad.abs().add_(self.eps).mul_(-1 / self.lr) if self.lr else torch.zeros_like(grad)
+            return start + self.step(torch.zeros_like(grad), grad, None, 1)[0]
+        return torch.addcdiv(start, grad, grad.abs().add_(self.eps), value=-self.lr)
 
     def step(
         self, residual: Tensor, grad: Tensor, moments: tuple[Tensor, Tensor] | None, number: int

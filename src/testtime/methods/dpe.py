@@ -152,8 +152,8 @@ class DPE(Base):
 
     def step(self, task: Task, state: State, views: Tensor) -> tuple[Tensor, State]:
         # 1. which queue the image belongs to, and how confidently
-        text = ops.unit(state.text)
-        view_logits = task.scale * (views @ text.T)  # (V, C)
+        text = ops.prototypes(state.text)
+        view_logits = task.scale * (views @ text.direction.T)  # (V, C)
         judged = view_logits if self.queue_text == "evolved" else task.zero_shot(views)
         feature, label, cost = self._queue_entry(views, judged)
 
@@ -162,9 +162,9 @@ class DPE(Base):
         if self.queue_update == "before":
             queue = banks.push(queue, label, feature, cost)
         visual = banks.prototypes(queue)  # (C, D)
-        seen = aligned = banks.filled(queue).to(text)  # (C,) of 0 and 1
+        seen = aligned = banks.filled(queue).to(visual)  # (C,) of 0 and 1
         if self.empty_queue == "text":
-            visual, seen = torch.where(seen[:, None] > 0, visual, text), torch.ones_like(seen)
+            visual, seen = torch.where(seen[:, None] > 0, visual, text.direction), torch.ones_like(seen)
         if self.align_classes == "all":
             aligned = seen
         objective = ops.Objective(
@@ -179,7 +179,7 @@ class DPE(Base):
 
         # 3. prototype residual learning (L_aug + lambda L_align)
         if self.view_choice == "prototypes" and self.steps:
-            view_logits = ops.logits(views, text, ops.unit(visual), seen, objective)
+            view_logits = ops.logits(views, text.direction, ops.unit(visual), seen, objective)
         rows = views[ops.confident(view_logits, self.selection)]
         if self.view_average == "logits":
             rows = rows.mean(0, keepdim=True)  # the mean logit is the logit of the mean: not renormalised
@@ -234,12 +234,15 @@ class DPE(Base):
         adam = ops.AdamW(0.0, self.adamw_eps, self.adamw_betas, self.adamw_weight_decay, self.adam_state)
         for_text, for_visual = adam._replace(lr=self.lr_text), adam._replace(lr=self.lr_image)
         if self.steps == 1:
-            by_text, by_visual = ops.gradient(rows, text, visual, seen, aligned, objective)
-            return ops.unit(text + for_text.first(by_text)), ops.unit(visual + for_visual.first(by_visual))
+            by_text, by_visual = ops.gradient(
+                rows, ops.prototypes(text), ops.prototypes(visual), seen, aligned, objective
+            )
+            return ops.unit(for_text.first(text, by_text)), ops.unit(for_visual.first(visual, by_visual))
         d_text, d_visual = torch.zeros_like(text), torch.zeros_like(visual)
         m_text = m_visual = None
         for number in range(1, self.steps + 1):
-            by_text, by_visual = ops.gradient(rows, text + d_text, visual + d_visual, seen, aligned, objective)
+            at_text, at_visual = ops.prototypes(text + d_text), ops.prototypes(visual + d_visual)
+            by_text, by_visual = ops.gradient(rows, at_text, at_visual, seen, aligned, objective)
             d_text, m_text = for_text.step(d_text, by_text, m_text, number)
             d_visual, m_visual = for_visual.step(d_visual, by_visual, m_visual, number)
         return ops.unit(text + d_text), ops.unit(visual + d_visual)
@@ -249,12 +252,12 @@ class DPE(Base):
         if self.text_update == "none":
             return state.text, state.updates
         if self.text_update == "full":
-            evolved = adapted
+            share = torch.ones_like(state.text[0, 0])
         elif self.text_update == "exponential":
-            evolved = torch.lerp(adapted, state.text, self.text_decay)
+            share = torch.full_like(state.text[0, 0], 1 - self.text_decay)
         else:
-            weight = (state.updates + self.prompt_count).to(adapted.dtype)
-            evolved = torch.lerp(state.text, adapted, 1 / (weight + 1))
+            share = 1 / (state.updates + self.prompt_count + 1).to(adapted.dtype)
+        evolved = torch.lerp(state.text, adapted, share * accepted)
         if self.renormalise_text:
-            evolved = ops.unit(evolved)
-        return torch.where(accepted, evolved, state.text), state.updates + accepted
+            evolved = torch.where(accepted, ops.unit(evolved), evolved)
+        return evolved, state.updates + accepted
