@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ def write_atomic(path: str | Path, content: bytes | str) -> Path:
     except OSError as error:
         raise InputError(f"Cannot write {path}: {error.strerror or error}.") from None
     finally:
-        aside.unlink(missing_ok=True)
+        with suppress(OSError):  # the parent may be no folder, and the first error is the one to tell
+            aside.unlink(missing_ok=True)
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)  # the rename itself must survive a power cut

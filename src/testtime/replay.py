@@ -37,12 +37,11 @@ class Replay:
 
     def summary(self) -> dict[str, Any]:
         """The run in plain data; accuracies are fractions, None without labels."""
-        known = self.labels is not None
         return {
             "method": self.session.method.name,
             "n": len(self.logits),
-            "accuracy": accuracy(self.predictions, self.labels) if known else None,
-            "zero_shot_accuracy": accuracy(self.zero_shot, self.labels) if known else None,
+            "accuracy": None if self.labels is None else accuracy(self.predictions, self.labels),
+            "zero_shot_accuracy": None if self.labels is None else accuracy(self.zero_shot, self.labels),
             "changed": int((self.predictions != self.zero_shot).sum()),
             "seconds": self.seconds,
             "settings": registry.settings_of(self.session.method),
@@ -67,7 +66,9 @@ def replay(
         raise registry.unknown("dtype", dtype, DTYPES)
     if limit is not None and limit < 1:
         raise InputError(f"limit={limit}: at least one image is needed.")
-    session = Session(store.task(DTYPES[dtype], device), method, preset=preset, **(settings or {}))
+    if isinstance(method, str):
+        method = registry.make_method(method, preset, settings)
+    session = Session(store.task(DTYPES[dtype], device), method)
     count = len(store)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)) if shuffle else torch.arange(count)
     order = order[:limit]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -136,7 +136,7 @@ def run_images(
     save: Path | None = None,
     on_skip: Callable[[str], None] | None = None,
     batch: int = 16,
-) -> Iterator[tuple[int, Path, Prediction]]:
+) -> Generator[tuple[int, Path, Prediction], None, None]:
     """Stream index, path and prediction of every image that can be read, in order.
 
     With `save`, the state is written every `AUTOSAVE` images and whenever the stream ends, also by an interrupt.

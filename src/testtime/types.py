@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -116,7 +116,8 @@ class Task:
         return self.scale * (views @ self.text.T)
 
 
-class Prediction(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class Prediction:
     """One image's answer, beside what the frozen classifier would have said."""
 
     label: str

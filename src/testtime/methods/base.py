@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from functools import lru_cache
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 import torch
@@ -53,8 +52,7 @@ class Base:
         """Nothing to ask of the task beyond its prototypes."""
 
 
-@lru_cache
-def kinds(method: type) -> dict[str, Any]:
+def kinds(method: Any) -> dict[str, Any]:
     """The type of each of a method's settings, by name, in order."""
     hints = get_type_hints(method)
     return {entry.name: hints[entry.name] for entry in fields(method)}

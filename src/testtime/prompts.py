@@ -1,0 +1,178 @@
+"""From class names to a task: names x templates, beside descriptions in the CuPL format, ensembled."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+
+import torch
+from torch.nn.functional import normalize
+
+from testtime.registry import unknown
+from testtime.types import Encoder, InputError, Task
+
+TEMPLATES: dict[str, tuple[str, ...]] = {
+    "single": ("a photo of a {}.",),
+    # the seven of CLIP's ImageNet notebook; "a origami" is how it was published
+    "imagenet7": (
+        "itap of a {}.",
+        "a bad photo of the {}.",
+        "a origami {}.",
+        "a photo of the large {}.",
+        "a {} in a video game.",
+        "art of the {}.",
+        "a photo of the small {}.",
+    ),
+}
+
+Descriptions = Mapping[str, Sequence[str]]
+
+
+def build_task(
+    encoder: Encoder,
+    classnames: Sequence[str],
+    templates: str | Sequence[str] | None = None,
+    descriptions: Descriptions | str | os.PathLike[str] | None = None,
+    dtype: torch.dtype = torch.float32,
+    allow_duplicates: bool = False,
+) -> Task:
+    """The task of telling `classnames` apart, with text prototypes from the encoder.
+
+    `templates` is a name in TEMPLATES, or a sequence of sentences with `{}` for the class ("single" if left out; `()`
+    for none, where there are descriptions). `descriptions` are sentences by class, or a JSON file of them. A
+    prototype is the unit mean of all the class's unit text features, templates and sentences alike. In names, `_`
+    reads as a space.
+
+    >>> from testtime import load_encoder
+    >>> task = build_task(load_encoder("tiny"), ["cat", "grand_piano"], templates="imagenet7")
+    >>> task.text.shape, task.classnames
+    (torch.Size([2, 32]), ('cat', 'grand piano'))
+    """
+    names = _checked_names(classnames, allow_duplicates)
+    patterns = find_templates("single" if templates is None else templates)
+    sentences = [()] * len(names) if descriptions is None else _sentences(names, _described(descriptions))
+    texts = [
+        [*(pattern.replace("{}", name) for pattern in patterns), *more]
+        for name, more in zip(names, sentences, strict=True)
+    ]
+    if any(not group for group in texts):
+        raise InputError("No templates and no descriptions: nothing describes the classes. Give either.")
+
+    # all in one call, so that the encoder's batches are full; float64 sums do not depend on their order
+    features = encoder.encode_texts([text for group in texts for text in group])
+    groups = features.double().split([len(group) for group in texts])
+    prototypes = normalize(torch.stack([group.mean(dim=0) for group in groups]), dim=1)
+    return Task(prototypes.to(dtype), names, encoder.scale, encoder.name)
+
+
+def find_templates(templates: str | Sequence[str]) -> tuple[str, ...]:
+    """Templates by name, or those given, each checked for its `{}`. One sentence with `{}` is a template too."""
+    if isinstance(templates, str):
+        if "{}" not in templates:
+            if templates not in TEMPLATES:
+                raise unknown("templates", templates, TEMPLATES)
+            return TEMPLATES[templates]
+        templates = (templates,)
+    for template in templates:
+        if "{}" not in template:
+            raise InputError(f"Template {template!r} has no {{}} for the class name, as in 'a photo of a {{}}.'.")
+    return tuple(templates)
+
+
+def read_descriptions(path: str | os.PathLike[str]) -> dict[str, list[str]]:
+    """Sentences by class name from a JSON file in the CuPL format: {"class name": ["sentence", ...], ...}."""
+    try:
+        found = json.loads(_read(path, "descriptions"))
+    except ValueError as problem:
+        raise InputError(f"Descriptions '{path}' are not JSON: {problem}") from None
+    if not isinstance(found, dict):
+        raise InputError(f"Descriptions '{path}' must map class names to sentences; found a {type(found).__name__}.")
+    return found
+
+
+def parse_classes(text: str) -> list[str]:
+    """Class names from "a, b, c".
+
+    >>> parse_classes("cat, dog,fox")
+    ['cat', 'dog', 'fox']
+    """
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def read_classes_file(path: str | os.PathLike[str]) -> list[str]:
+    """Class names from a text file, one a line; blank lines and lines that start with # are skipped."""
+    lines = (line.strip() for line in _read(path, "class names").splitlines())
+    names = [line for line in lines if line and not line.startswith("#")]
+    if not names:
+        raise InputError(f"'{path}' holds no class names; write one a line.")
+    return names
+
+
+def read_classes(text_or_path: str | os.PathLike[str]) -> list[str]:
+    """Class names from a file, if there is one of that name, else from "a, b, c"."""
+    if isinstance(text_or_path, os.PathLike) or Path(text_or_path).is_file():
+        return read_classes_file(text_or_path)
+    if "," not in text_or_path:
+        raise InputError(f"'{text_or_path}' is neither a file nor a list of class names such as cat,dog,fox.")
+    return parse_classes(text_or_path)
+
+
+def _read(path: str | os.PathLike[str], what: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")  # some editors put a mark before the first line
+    except UnicodeDecodeError:
+        raise InputError(f"'{path}' is not UTF-8 text.") from None
+    except OSError as problem:
+        raise InputError(f"Cannot read the {what} in '{path}': {problem.strerror or problem}.") from None
+
+
+def _checked_names(classnames: Sequence[str], allow_duplicates: bool) -> tuple[str, ...]:
+    if isinstance(classnames, str):
+        raise InputError(f"Expected a list of class names; got one string. Write parse_classes({classnames!r}).")
+    wrong = [name for name in classnames if not isinstance(name, str)]
+    if wrong:
+        raise InputError(f"Class names must be text; got {wrong[0]!r}.")
+    names = tuple(" ".join(name.replace("_", " ").split()) for name in classnames)
+    if empty := [i for i, name in enumerate(names) if not name]:
+        raise InputError(f"Class name {empty[0] + 1} of {len(names)} is empty.")
+    if len(names) < 2:
+        raise InputError(f"{len(names)} class ({', '.join(names) or 'none'}) leaves nothing to tell apart; give two.")
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice and not allow_duplicates:
+        raise InputError(
+            f"Class names given more than once: {_some(twice)}. They would share one prototype; rename them, "
+            "or pass allow_duplicates=True."
+        )
+    return names
+
+
+def _described(descriptions: Descriptions | str | os.PathLike[str]) -> dict[str, Sequence[str]]:
+    """Sentences by class name as we compare names, checked."""
+    found = descriptions if isinstance(descriptions, Mapping) else read_descriptions(descriptions)
+    for name, sentences in found.items():
+        if isinstance(sentences, str) or not isinstance(sentences, Sequence):
+            raise InputError(f"Descriptions of {name!r} must be a list of sentences; got {type(sentences).__name__}.")
+        if not sentences or not all(isinstance(text, str) and text.strip() for text in sentences):
+            raise InputError(f"Descriptions of {name!r} must be sentences, one or more; got {list(sentences)[:3]}.")
+    return {_key(name): sentences for name, sentences in found.items()}
+
+
+def _sentences(names: Sequence[str], described: Mapping[str, Sequence[str]]) -> list[Sequence[str]]:
+    if missing := [name for name in names if _key(name) not in described]:
+        near = get_close_matches(_key(missing[0]), described, n=1)
+        hint = f" For '{missing[0]}', did you mean '{near[0]}'?" if near else ""
+        raise InputError(f"{len(missing)} of {len(names)} classes have no description: {_some(missing)}.{hint}")
+    return [described[_key(name)] for name in names]
+
+
+def _key(name: str) -> str:
+    return " ".join(name.replace("_", " ").split()).casefold()
+
+
+def _some(names: Sequence[str], most: int = 8) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(f"'{name}'" for name in names[:most]) + more

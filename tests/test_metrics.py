@@ -1,0 +1,123 @@
+"""Scores against brute force in plain Python."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from testtime import metrics
+from testtime.types import InputError
+
+CLASSES = 7
+
+
+@pytest.fixture(params=range(4))
+def answers(request):
+    """Probabilities (N, C), predictions (N,) and labels (N,); class 6 never occurs as a label."""
+    noise = torch.Generator().manual_seed(request.param)
+    labels = torch.randint(CLASSES - 1, (83,), generator=noise)
+    logits = 2 * torch.randn(83, CLASSES, generator=noise, dtype=torch.float64)
+    logits[torch.arange(83), labels] += 2
+    probabilities = logits.softmax(-1)
+    return probabilities, probabilities.argmax(-1), labels
+
+
+def test_accuracy_counts_hits(answers):
+    _, predictions, labels = answers
+    hits = [p == y for p, y in zip(predictions.tolist(), labels.tolist(), strict=True)]
+    assert metrics.accuracy(predictions, labels) == pytest.approx(sum(hits) / len(hits), abs=1e-15)
+
+
+@pytest.mark.parametrize("window", [None, 1, 10, 83, 500])
+def test_running_accuracy_is_the_mean_of_what_went_before(answers, window):
+    _, predictions, labels = answers
+    hits = [float(p == y) for p, y in zip(predictions.tolist(), labels.tolist(), strict=True)]
+    running = metrics.running_accuracy(predictions, labels, window)
+    assert running.shape == labels.shape
+    for index, value in enumerate(running.tolist()):
+        recent = hits[: index + 1] if window is None else hits[: index + 1][-window:]
+        assert value == pytest.approx(sum(recent) / len(recent), abs=1e-15)
+
+
+def test_running_accuracy_ends_at_the_accuracy(answers):
+    _, predictions, labels = answers
+    assert metrics.running_accuracy(predictions, labels)[-1] == metrics.accuracy(predictions, labels)
+
+
+def test_per_class_accuracy_marks_absent_classes(answers):
+    _, predictions, labels = answers
+    scores = metrics.per_class_accuracy(predictions, labels, CLASSES).tolist()
+    for label, score in enumerate(scores):
+        hits = [p == label for p, y in zip(predictions.tolist(), labels.tolist(), strict=True) if y == label]
+        assert score == pytest.approx(sum(hits) / len(hits)) if hits else math.isnan(score)
+    assert math.isnan(scores[-1])
+
+
+def test_macro_f1_is_the_mean_of_precision_and_recall(answers):
+    _, predictions, labels = answers
+    pairs = list(zip(predictions.tolist(), labels.tolist(), strict=True))
+    scores = []
+    for label in {x for pair in pairs for x in pair}:
+        right = sum(p == y == label for p, y in pairs)
+        predicted, seen = sum(p == label for p, _ in pairs), sum(y == label for _, y in pairs)
+        precision, recall = right / predicted if predicted else 0, right / seen if seen else 0
+        scores.append(2 * precision * recall / (precision + recall) if right else 0)
+    assert metrics.macro_f1(predictions, labels) == pytest.approx(sum(scores) / len(scores), abs=1e-14)
+
+
+@pytest.mark.parametrize("bins", [1, 10, 20])
+def test_calibration_error_is_the_weighted_gap_of_bins(answers, bins):
+    probabilities, _, labels = answers
+    rows, error = probabilities.tolist(), 0.0
+    for number in range(bins):
+        low, high = number / bins, (number + 1) / bins
+        inside = [(row, y) for row, y in zip(rows, labels.tolist(), strict=True) if low < max(row) <= high]
+        if inside:
+            confidence = sum(max(row) for row, _ in inside) / len(inside)
+            right = sum(row.index(max(row)) == y for row, y in inside) / len(inside)
+            error += len(inside) / len(rows) * abs(confidence - right)
+    assert metrics.expected_calibration_error(probabilities, labels, bins) == pytest.approx(error, abs=1e-12)
+
+
+def test_certain_and_right_is_perfectly_calibrated():
+    labels = torch.tensor([0, 1, 2])
+    assert metrics.expected_calibration_error(torch.eye(3), labels) == 0
+    assert metrics.expected_calibration_error(torch.eye(3), labels.flip(0)) == pytest.approx(2 / 3)
+
+
+def test_brier_sums_squares_over_classes(answers):
+    probabilities, _, labels = answers
+    total = sum(
+        (p - (c == y)) ** 2
+        for row, y in zip(probabilities.tolist(), labels.tolist(), strict=True)
+        for c, p in enumerate(row)
+    )
+    assert metrics.brier(probabilities, labels) == pytest.approx(total / len(labels), abs=1e-13)
+    assert metrics.brier(torch.eye(2), torch.tensor([1, 0])) == 2
+
+
+def test_half_precision_is_counted_in_double():
+    noise = torch.Generator().manual_seed(0)
+    labels = torch.randint(CLASSES, (50,), generator=noise)
+    probabilities = torch.randn(50, CLASSES, generator=noise).softmax(-1).half()
+    assert metrics.brier(probabilities, labels) == metrics.brier(probabilities.double(), labels)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: metrics.accuracy(torch.zeros(2), torch.zeros(3)), "must both be"),
+        (lambda: metrics.accuracy(torch.zeros(0), torch.zeros(0)), "No images"),
+        (lambda: metrics.running_accuracy(torch.zeros(2), torch.zeros(2), window=0), "window=0"),
+        (lambda: metrics.per_class_accuracy(torch.tensor([0]), torch.tensor([5]), 3), "3 classes are 0 to 2"),
+        (lambda: metrics.brier(torch.eye(3), torch.tensor([0, 1])), "must be"),
+        (lambda: metrics.brier(torch.eye(2), torch.tensor([0, 2])), "2 classes"),
+        (lambda: metrics.expected_calibration_error(5 * torch.eye(2), torch.tensor([0, 1])), "softmax"),
+        (lambda: metrics.expected_calibration_error(torch.eye(2), torch.tensor([0, 1]), bins=0), "bins=0"),
+    ],
+)
+def test_wrong_input_is_named(call, words):
+    with pytest.raises(InputError, match=words):
+        call()
