@@ -136,10 +136,7 @@ def printed(
     nats = math.log(len(text))
     for views in stream:
         v = torch.stack(
-            [
-                sum(f for f, _ in queues[c]) / len(queues[c]) if c in queues else _unit(t[c])
-                for c in range(len(text))
-            ]
+            [sum(f for f, _ in queues[c]) / len(queues[c]) if c in queues else _unit(t[c]) for c in range(len(text))]
         )
         t_hat, v_hat = Parameter(torch.zeros_like(t)), Parameter(torch.zeros_like(v))
         optimiser = torch.optim.AdamW(
@@ -152,9 +149,7 @@ def printed(
         def proto(f: Tensor, text: Tensor, visual: Tensor) -> Tensor:
             """Logits of P_Proto: everything is divided by the temperature, the affinity too."""
             similarity = torch.stack([f @ row for row in visual])
-            return (
-                torch.stack([f @ row for row in text]) + alpha * torch.exp(-beta * (1 - similarity))
-            ) * scale
+            return (torch.stack([f @ row for row in text]) + alpha * torch.exp(-beta * (1 - similarity))) * scale
 
         # L_aug: entropy of the averaged P_Proto over the views that P_Proto is surest of
         confident = _lowest(torch.stack([proto(f, _unit(t), _unit(v)) for f in views]), selection)

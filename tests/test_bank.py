@@ -40,17 +40,13 @@ def contents(bank: banks.Bank) -> list[list[tuple[float, int]]]:
     """Filled slots of a bank as rows of (cost, number); checks on the way that features belong to them."""
     rows = []
     for costs, keys in zip(bank.cost.tolist(), bank.keys.tolist(), strict=True):
-        rows.append(
-            [(cost, int(key[0])) for cost, key in zip(costs, keys, strict=True) if math.isfinite(cost)]
-        )
+        rows.append([(cost, int(key[0])) for cost, key in zip(costs, keys, strict=True) if math.isfinite(cost)])
         assert all(key[1] == -key[0] for key in keys)
     return rows
 
 
 # few distinct costs, so that equal ones are common
-offered = st.lists(
-    st.tuples(st.integers(0, CLASSES - 1), st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0])), max_size=30
-)
+offered = st.lists(st.tuples(st.integers(0, CLASSES - 1), st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0])), max_size=30)
 
 
 @given(offered, st.integers(0, 4))

@@ -51,9 +51,7 @@ RELEASED = {
     "no queue": dict(queue=0),
     "no step": dict(views=4, steps=0),
     "three steps": dict(views=4, steps=3),
-    "three large steps": dict(
-        steps=3, lr_text=2e-2, lr_image=1e-2, adamw_weight_decay=0.5, adamw_betas=(0.8, 0.95)
-    ),
+    "three large steps": dict(steps=3, lr_text=2e-2, lr_image=1e-2, adamw_weight_decay=0.5, adamw_betas=(0.8, 0.95)),
     "prompt counts for ten": dict(prompt_count=10),
     "prompt counts for none": dict(prompt_count=0),
     "two rates": dict(lr_text=1e-3, lr_image=5e-3),
@@ -128,9 +126,7 @@ def test_step_leaves_the_state_it_was_given_alone():
     before = [x.clone() for x in (state.text, state.updates, *state.queue)]
     _, after = method.step(task, state, stream[10])
     assert after.updates == state.updates + 1
-    assert all(
-        torch.equal(x, y) for x, y in zip(before, (state.text, state.updates, *state.queue), strict=True)
-    )
+    assert all(torch.equal(x, y) for x, y in zip(before, (state.text, state.updates, *state.queue), strict=True))
     assert torch.equal(task.text, method.init(task).text)
 
 
@@ -195,22 +191,16 @@ def test_without_entropy_weight_residuals_ignore_the_image():
     task, state, (one, other) = later(method)
     moved = adapted_text(method, task, state, one)
     assert torch.equal(moved, adapted_text(method, task, state, other))
-    assert not torch.allclose(
-        moved, state.text / state.text.norm(dim=1, keepdim=True)
-    )  # alignment still pulls
+    assert not torch.allclose(moved, state.text / state.text.norm(dim=1, keepdim=True))  # alignment still pulls
     with_entropy = replace(method, entropy_weight=1.0)
-    assert not torch.equal(
-        adapted_text(with_entropy, task, state, one), adapted_text(with_entropy, task, state, other)
-    )
+    assert not torch.equal(adapted_text(with_entropy, task, state, one), adapted_text(with_entropy, task, state, other))
 
 
 def test_without_align_weight_the_alignment_settings_do_nothing():
     method = DPE(align_weight=0.0)
     task, state, (views, _) = later(method)
     logits, _ = method.step(task, state, views)
-    assert torch.equal(
-        replace(method, align_temperature=1.0, align_both=True).step(task, state, views)[0], logits
-    )
+    assert torch.equal(replace(method, align_temperature=1.0, align_both=True).step(task, state, views)[0], logits)
     aligned = DPE(align_weight=0.5)
     plain = aligned.step(task, state, views)[0]
     assert not torch.equal(plain, logits)
@@ -227,9 +217,7 @@ def test_without_either_loss_nothing_moves():
 def test_without_text_rate_only_visual_residuals_move():
     method = DPE(lr_text=0.0)
     task, state, (views, _) = later(method)
-    assert_close(
-        adapted_text(method, task, state, views), torch.nn.functional.normalize(state.text), "arithmetic"
-    )
+    assert_close(adapted_text(method, task, state, views), torch.nn.functional.normalize(state.text), "arithmetic")
     assert not torch.allclose(method.step(task, state, views)[0], DPE(steps=0).step(task, state, views)[0])
 
 
@@ -251,6 +239,18 @@ def test_with_everything_off_it_is_zero_shot():
     logits, _ = method.scan(task, method.init(task), stream)
     assert_close(logits, task.zero_shot(stream[:, 0]), "arithmetic")
     assert not method.learned(method.init(task), method.step(task, method.init(task), stream[0])[1])
+
+
+def test_the_direction_of_the_text_stands_in_for_an_unseen_class():
+    task, stream = stream_of(views=4)
+    method = DPE(empty_queue="text", lr_text=0.0)  # so that only what stands in can feel the length of the text
+    state = method.init(task)
+    logits, _ = method.step(task, state, stream[0])
+    longer, _ = method.step(task, state._replace(text=3 * state.text), stream[0])
+    assert_close(longer, logits, "stream")
+    unmoved, _ = DPE(empty_queue="text", steps=0, queue_update="after").step(task, state, stream[0])
+    cosine = stream[0, 0] @ task.text.T
+    assert_close(unmoved, 100 * cosine + 6 * torch.exp(-5 * (1 - cosine)), "arithmetic")
 
 
 # --- text evolution ---
@@ -347,9 +347,7 @@ OPTIONS = [difference for difference in DIFFERENCES if difference.option in SETT
 @pytest.mark.parametrize("difference", OPTIONS, ids=lambda d: d.option)
 def test_each_option_has_the_released_default_and_the_printed_preset(difference):
     assert SETTINGS[difference.option] == difference.released
-    assert (
-        getattr(DPE(), difference.option) == getattr(DPE.released(), difference.option) == difference.released
-    )
+    assert getattr(DPE(), difference.option) == getattr(DPE.released(), difference.option) == difference.released
     assert getattr(DPE.paper(), difference.option) == difference.paper
     assert difference.released != difference.paper
 
@@ -367,9 +365,7 @@ def test_each_option_changes_something(difference):
     base, changed = DPE(**shared), DPE(**shared, **{difference.option: difference.paper})
     logits, state = base.scan(task, base.init(task), stream)
     other, after = changed.scan(task, changed.init(task), stream)
-    if (
-        difference.option == "entropy_unit"
-    ):  # decides no image of this stream otherwise, and shows in the queue
+    if difference.option == "entropy_unit":  # decides no image of this stream otherwise, and shows in the queue
         assert (state.queue.cost[:, 0] < after.queue.cost[:, 0]).all()
     else:
         assert (logits - other).abs().max() > 1e-5
@@ -415,12 +411,7 @@ def test_settings_out_of_range_are_refused_by_name_and_value(name, value):
     assert f"{name}={value!r}" in str(caught.value)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="neither the betas nor infinity are checked where a method is made in Python"
-)
-@pytest.mark.parametrize(
-    "wrong", [dict(adamw_betas=(1.0, 0.999)), dict(adamw_betas=(0.9, -1.0)), dict(alpha=math.inf)]
-)
+@pytest.mark.parametrize("wrong", [dict(adamw_betas=(1.0, 0.999)), dict(adamw_betas=(0.9, -1.0)), dict(alpha=math.inf)])
 def test_settings_that_give_no_numbers_are_refused(wrong):
     with pytest.raises(SettingError):
         DPE(**wrong)

@@ -58,9 +58,7 @@ def metadata(path: Path) -> dict[str, str]:
         return file.metadata()
 
 
-TRACES = [
-    path for path in sorted((SHARED / "golden").glob("*.safetensors")) if metadata(path)["method"] in METHODS
-]
+TRACES = [path for path in sorted((SHARED / "golden").glob("*.safetensors")) if metadata(path)["method"] in METHODS]
 every_trace = pytest.mark.parametrize("trace", TRACES, ids=lambda path: path.stem)
 
 
@@ -68,9 +66,7 @@ def settings_in(facts: dict[str, str]) -> dict[str, str]:
     """The settings of a trace, as text; whatever is neither a setting nor a known remark is an error."""
     traced = METHODS[facts["method"]]
     stored = {key.removeprefix("hp."): value for key, value in facts.items() if key.startswith("hp.")}
-    stored = {
-        traced.renamed.get(key, key): value for key, value in stored.items() if key not in traced.remarks
-    }
+    stored = {traced.renamed.get(key, key): value for key, value in stored.items() if key not in traced.remarks}
     unknown = set(stored) - set(kinds(registry.method_class(traced.name)))
     assert not unknown, f"hp.* that are no settings of {traced.name}: {sorted(unknown)}"
     return stored

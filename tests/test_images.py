@@ -44,12 +44,7 @@ def png_header(width: int, height: int) -> bytes:
         return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
 
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return (
-        b"\x89PNG\r\n\x1a\n"
-        + chunk(b"IHDR", header)
-        + chunk(b"IDAT", zlib.compress(b"\0"))
-        + chunk(b"IEND", b"")
-    )
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0")) + chunk(b"IEND", b"")
 
 
 def touch(root: Path, *names: str) -> None:
@@ -167,9 +162,7 @@ def test_bad_files_are_named_with_what_is_wrong(tmp_path: Path) -> None:
     assert "image of 3 bytes" in message(b"abc")
 
 
-@pytest.mark.parametrize(
-    "source", ["", "a\0b.jpg", "x" * 5000, "line\nbreak.jpg", "\udcff.jpg", None, 3, ["a.jpg"]]
-)
+@pytest.mark.parametrize("source", ["", "a\0b.jpg", "x" * 5000, "line\nbreak.jpg", "\udcff.jpg", None, 3, ["a.jpg"]])
 def test_impossible_source_is_an_image_error(source: object) -> None:
     message(source).encode()  # printable, too
 
@@ -178,9 +171,7 @@ def test_pixels_are_counted_before_decoding_and_nothing_stays_changed() -> None:
     before = Image.MAX_IMAGE_PIXELS, list(warnings.filters)
     side = int(MAX_PIXELS**0.5)
     assert "pixels" in message(png_header(side + 1, side + 1))
-    assert "damaged" in message(png_header(9_500, 9_500)).replace(
-        "truncated", "damaged"
-    )  # Pillow only warns here
+    assert "damaged" in message(png_header(9_500, 9_500)).replace("truncated", "damaged")  # Pillow only warns here
     assert (Image.MAX_IMAGE_PIXELS, list(warnings.filters)) == before
 
 
@@ -213,9 +204,7 @@ def test_damaged_file_gives_an_image_or_an_image_error(format: str) -> None:
         for _ in range(dice.choice([0, 1, 3, 30])):
             if data:
                 # headers are where the surprises are
-                data[dice.randrange(min(len(data), dice.choice([64, 1000, len(whole)])))] = dice.randrange(
-                    256
-                )
+                data[dice.randrange(min(len(data), dice.choice([64, 1000, len(whole)])))] = dice.randrange(256)
         try:
             outcomes.add(read_image(bytes(data)).mode)
         except ImageError as error:
@@ -228,9 +217,7 @@ def test_damaged_file_gives_an_image_or_an_image_error(format: str) -> None:
 
 
 def test_folder_is_searched_below_and_sorted_by_name(tmp_path: Path) -> None:
-    touch(
-        tmp_path, "b/2.jpg", "b/10.JPG", "a.png", "B.webp", "b.gif", "notes.txt", "b/c/x.Tiff", ".hidden.jpg"
-    )
+    touch(tmp_path, "b/2.jpg", "b/10.JPG", "a.png", "B.webp", "b.gif", "notes.txt", "b/c/x.Tiff", ".hidden.jpg")
     touch(tmp_path, ".git/y.jpg", "b/.thumbs/z.jpg", "b/readme.md")
     found = [path.relative_to(tmp_path).as_posix() for path in find_images(tmp_path)]
     assert found == ["B.webp", "a.png", "b.gif", "b/10.JPG", "b/2.jpg", "b/c/x.Tiff"]

@@ -181,9 +181,7 @@ def test_settings_go_over_the_preset():
 def test_an_unknown_preset_is_told_what_there_is():
     with pytest.raises(UnknownName) as caught:
         registry.make_method("dpe", "papr")
-    assert (
-        str(caught.value) == "Unknown preset of dpe 'papr'. Did you mean 'paper'? Available: paper, released."
-    )
+    assert str(caught.value) == "Unknown preset of dpe 'papr'. Did you mean 'paper'? Available: paper, released."
 
 
 def test_a_method_without_presets_says_so():

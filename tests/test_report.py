@@ -94,8 +94,14 @@ def test_page_fetches_nothing():
 def test_markup_in_names_stays_text():
     zero, last = curve(NASTY, note=NASTY), curve(NASTY + "2", 0.9, note=NASTY)
     given = stream(
-        zero, last, classes=4, classnames=[NASTY, "</svg>", "'", "-->"], title=NASTY, subtitle=NASTY,
-        text=NASTY, facts={NASTY: NASTY, "command": NASTY},
+        zero,
+        last,
+        classes=4,
+        classnames=[NASTY, "</svg>", "'", "-->"],
+        title=NASTY,
+        subtitle=NASTY,
+        text=NASTY,
+        facts={NASTY: NASTY, "command": NASTY},
     )
     page = report.html([given, given], {NASTY: NASTY}, NASTY)
     parsed, plain = Page(page), Page(report.html([stream(classes=4), stream(classes=4)], {"a": "b"}, "t"))

@@ -42,9 +42,7 @@ def torchvision_clean(image: Image.Image, preprocess: Preprocess) -> torch.Tenso
     side = preprocess.resize
     return transforms.Compose(
         [
-            transforms.Resize(
-                side if preprocess.mode == "shortest" else (side, side), filter, antialias=True
-            ),
+            transforms.Resize(side if preprocess.mode == "shortest" else (side, side), filter, antialias=True),
             transforms.CenterCrop(preprocess.size),
             transforms.ToTensor(),
             transforms.Normalize(preprocess.mean, preprocess.std),
@@ -52,18 +50,14 @@ def torchvision_clean(image: Image.Image, preprocess: Preprocess) -> torch.Tenso
     )(image)
 
 
-@pytest.mark.parametrize(
-    "extent", [(1, 1), (1, 7), (32, 32), (33, 47), (100, 32), (301, 200), (31, 403), (640, 75)]
-)
+@pytest.mark.parametrize("extent", [(1, 1), (1, 7), (32, 32), (33, 47), (100, 32), (301, 200), (31, 403), (640, 75)])
 @pytest.mark.parametrize(
     "preprocess",
     [
         SMALL,
         Preprocess(size=32, resize=37),
         Preprocess(size=32, resize=32, mode="squash"),
-        Preprocess(
-            size=32, resize=40, mode="squash", interpolation="bilinear", mean=(0, 0, 0), std=(1, 1, 1)
-        ),
+        Preprocess(size=32, resize=40, mode="squash", interpolation="bilinear", mean=(0, 0, 0), std=(1, 1, 1)),
         Preprocess(size=33, resize=20),
     ],
 )
@@ -81,9 +75,7 @@ def test_clean_view_equals_torchvision(extent: tuple[int, int], preprocess: Prep
 def test_long_strip_agrees_with_torchvision_to_a_few_grey_levels(
     extent: tuple[int, int], size: int, resize: int, interpolation: str, levels: int
 ) -> None:
-    preprocess = Preprocess(
-        size=size, resize=resize, interpolation=interpolation, mean=(0,) * 3, std=(1,) * 3
-    )
+    preprocess = Preprocess(size=size, resize=resize, interpolation=interpolation, mean=(0,) * 3, std=(1,) * 3)
     difference = clean(photo(*extent), preprocess) - torchvision_clean(photo(*extent), preprocess)
     assert difference.abs().max() * 255 < levels + 0.01
     assert difference.abs().mean() * 255 < 0.5
@@ -174,9 +166,7 @@ def test_crop_equals_torchvision_on_the_same_box(extent: tuple[int, int]) -> Non
 @pytest.mark.parametrize("scale", [(0.08, 1.0), (0.5, 1.0)])
 def test_crops_are_distributed_as_torchvision_draws_them(scale: tuple[float, float]) -> None:
     width, height, count = 500, 375, 3000
-    ours = np.array(
-        [view.crop for view in sample_views((width, height), count + 1, 224, seed=0, index=0, scale=scale)]
-    )
+    ours = np.array([view.crop for view in sample_views((width, height), count + 1, 224, seed=0, index=0, scale=scale)])
     image = torch.empty(3, height, width)
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -241,9 +231,7 @@ def test_augmix_equals_mixing_normalised_tensors() -> None:
     image, preprocess = photo(60, 45), SMALL
     rows = views(image, 9, preprocess, seed=4, index=1, augmix=True)
     normalise = transforms.Normalize(preprocess.mean, preprocess.std)
-    for row, view in zip(
-        rows[1:], sample_views(image.size, 9, 32, seed=4, index=1, augmix=True), strict=True
-    ):
+    for row, view in zip(rows[1:], sample_views(image.size, 9, 32, seed=4, index=1, augmix=True), strict=True):
         original = _crop(image, view.crop, 32)
         mixed = torch.zeros(3, 32, 32)
         for weight, chain in zip(view.augmix.weights, view.augmix.chains, strict=True):

@@ -41,9 +41,7 @@ def push(bank: Bank, label: Tensor, feature: Tensor, cost: Tensor) -> Bank:
     costs, order = torch.cat([bank.cost[label], cost.reshape(1)]).sort(stable=True)
     row = torch.cat([bank.keys[label], feature[None]])[order[:slots]]
     index = label.reshape(1)
-    return Bank(
-        bank.keys.index_copy(0, index, row[None]), bank.cost.index_copy(0, index, costs[None, :slots])
-    )
+    return Bank(bank.keys.index_copy(0, index, row[None]), bank.cost.index_copy(0, index, costs[None, :slots]))
 
 
 def filled(bank: Bank) -> Tensor:

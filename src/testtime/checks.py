@@ -88,7 +88,10 @@ def plain_settings(method: Any, task: Task, stream: Tensor) -> None:
     again = {key: registry.read_setting(type(method), key, value) for key, value in json.loads(text).items()}
     _expect(type(method)(**again) == method, "a method made from its settings as JSON equals itself")
     _expect(type(method).__dataclass_params__.frozen, "a method is a frozen dataclass")
-    _expect(hash(method) == hash(type(method)(**again)), f"settings {[f.name for f in fields(method)]} are hashable")
+    _expect(
+        hash(method) == hash(type(method)(**again)),
+        f"settings {[f.name for f in fields(method)]} are hashable",
+    )
 
 
 def class_order_irrelevant(method: Any, task: Task, stream: Tensor) -> None:

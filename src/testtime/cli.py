@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from testtime import __version__
+from testtime.devices import find_device
 from testtime.types import InputError, TesttimeError
 
 app = typer.Typer(
@@ -36,7 +37,8 @@ err = Console(stderr=True)
 Classes = Annotated[str | None, typer.Option("--classes", help="Class names with commas between: cat,dog,fox.")]
 ClassesFile = Annotated[Path | None, typer.Option("--classes-file", help="Class names, one to a line.")]
 EncoderName = Annotated[
-    str, typer.Option("--encoder", "-e", help="offline, or open_clip:MODEL/PRETRAINED; see 'testtime list encoders'.")
+    str,
+    typer.Option("--encoder", "-e", help="offline, or open_clip:MODEL/PRETRAINED; see 'testtime list encoders'."),
 ]
 MethodName = Annotated[str, typer.Option("--method", "-m", help="See 'testtime list methods'.")]
 Settings = Annotated[
@@ -49,7 +51,8 @@ Templates = Annotated[
     typer.Option("--template", help="A prompt with {} for the class, or a named set; may be given again."),
 ]
 Descriptions = Annotated[
-    Path | None, typer.Option("--descriptions", help="JSON of class name -> sentences (CuPL), added to the templates.")
+    Path | None,
+    typer.Option("--descriptions", help="JSON of class name -> sentences (CuPL), added to the templates."),
 ]
 Views = Annotated[int, typer.Option("--views", help="Views per image: itself and random crops.")]
 AugMix = Annotated[bool, typer.Option("--augmix", help="Mix the random crops with AugMix.")]
@@ -84,13 +87,15 @@ def run(
     shuffle: Shuffle = False,
     limit: Limit = None,
     device: Device = "auto",
-    output: Annotated[Path | None, typer.Option("--out", "-o", help="CSV or .jsonl file; standard output if not given.")] = None,
-    style: Annotated[str | None, typer.Option("--format", help="csv or jsonl; by the name of --out if not given.")] = None,
+    output: Annotated[Path | None, typer.Option("--out", "-o", help="CSV or .jsonl; else standard output.")] = None,
+    style: Annotated[str | None, typer.Option("--format", help="csv or jsonl; else by the name of --out.")] = None,
     save: Annotated[Path | None, typer.Option("--save", help="Where to keep what was learned (.safetensors).")] = None,
-    resume: Annotated[Path | None, typer.Option("--resume", help="Go on from a saved state; images already in --out are left out.")] = None,
+    resume: Annotated[
+        Path | None, typer.Option("--resume", help="Go on from a saved state; images already in --out are left out.")
+    ] = None,
     strict: Strict = False,
-    json_summary: Annotated[bool, typer.Option("--json", help="The summary as one JSON object on standard error.")] = False,
-) -> None:  # fmt: skip
+    json_summary: Annotated[bool, typer.Option("--json", help="Summary as a JSON object on standard error.")] = False,
+) -> None:
     """Classify images and learn from each one as it passes.
 
     Every row holds the label, its confidence and entropy (nats), the zero-shot label, and whether the image was
@@ -106,12 +111,12 @@ def run(
     names = _class_names(classes, classes_file)
     # mistakes in names and settings show before the encoder is loaded
     chosen = _method(method, preset, settings)
-    loaded = load_encoder(encoder, device=_device(device))
+    loaded = load_encoder(encoder, device=find_device(device))
     task = _task(loaded, names, template, descriptions)
     if resume is None:
         session = Session(task, chosen, encoder=loaded, views=views, augmix=augmix, seed=seed)
     else:
-        session = Session.load(resume, task, encoder=loaded, device=_device(device))
+        session = Session.load(resume, task, encoder=loaded, device=find_device(device))
         err.print(f"Going on after {session.count} images from {escape(str(resume))} with its own settings.")
     paths = _ordered(paths, shuffle, seed, limit)
     if resume is not None and output is not None:
@@ -167,7 +172,7 @@ def encode(
     names = _class_names(classes, classes_file)
     if dtype not in encoding.DTYPES:
         raise registry.unknown("dtype", dtype, encoding.DTYPES)
-    loaded = load_encoder(encoder, device=_device(device))
+    loaded = load_encoder(encoder, device=find_device(device))
     task = _task(loaded, names, template, descriptions)
     skipped: list[str] = []
 
@@ -200,7 +205,8 @@ def replay(
     seed: Seed = 0,
     shuffle: Shuffle = False,
     output: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Where to write logits [N,C] and pred [N] (.safetensors).")
+        Path | None,
+        typer.Option("--out", "-o", help="Where to write logits [N,C] and pred [N] (.safetensors)."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
 ) -> None:
@@ -214,13 +220,18 @@ def replay(
     made = _method(method, preset, settings, chosen)
     with _progress("images", min(len(store), limit or len(store)), quiet=as_json) as advance:
         result = replays.replay(
-            store, made, dtype=dtype, device=_device(device), limit=limit, shuffle=shuffle, seed=seed, progress=advance
+            store,
+            made,
+            dtype=dtype,
+            device=find_device(device),
+            limit=limit,
+            shuffle=shuffle,
+            seed=seed,
+            progress=advance,
         )
     if output is not None:
         facts = {"method": made.name, "settings": json.dumps(result.summary()["settings"])}
-        write_tensors(
-            output, {"logits": result.logits, "pred": result.predictions, "order": result.order}, facts
-        )
+        write_tensors(output, {"logits": result.logits, "pred": result.predictions, "order": result.order}, facts)
     summary = result.summary() | {"file": str(file), "dtype": dtype, "device": device, "version": __version__}
     if as_json:
         print(json.dumps(summary))
@@ -276,7 +287,10 @@ def version() -> None:
 
     import torch
 
-    out.print(f"testtime {__version__}, torch {torch.__version__}, Python {platform.python_version()}", highlight=False)
+    out.print(
+        f"testtime {__version__}, torch {torch.__version__}, Python {platform.python_version()}",
+        highlight=False,
+    )
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -321,35 +335,21 @@ def _method(name: str, preset: str | None, settings: list[str] | None, start: di
     return registry.make_method(name, preset, chosen)
 
 
-def _class_names(classes: str | None, file: Path | None) -> list[str]:
+def _class_names(classes: str | None, file: Path | None) -> tuple[str, ...]:
     from testtime.prompts import check_classes, parse_classes, read_classes_file
 
-    if (classes is None) == (file is None):
-        raise InputError("Say what to tell apart: --classes cat,dog,fox or --classes-file FILE (one of the two).")
-    names = parse_classes(classes) if classes is not None else read_classes_file(file)
-    check_classes(names)
-    return names
+    if classes is not None and file is None:
+        return check_classes(parse_classes(classes))
+    if file is not None and classes is None:
+        return check_classes(read_classes_file(file))
+    raise InputError("Say what to tell apart: --classes cat,dog,fox or --classes-file FILE (one of the two).")
 
 
-def _task(encoder: Any, names: list[str], templates: list[str] | None, descriptions: Path | None) -> Any:
-    from testtime.prompts import TEMPLATES, build_task
+def _task(encoder: Any, names: tuple[str, ...], templates: list[str] | None, descriptions: Path | None) -> Any:
+    from testtime.prompts import build_task
 
-    named = templates[0] if templates and len(templates) == 1 and templates[0] in TEMPLATES else templates
-    return build_task(encoder, names, templates=named, descriptions=descriptions)
-
-
-def _device(name: str) -> str:
-    import torch
-
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        kind = torch.device(name).type
-    except RuntimeError:
-        raise InputError(f"Unknown device '{name}'; try cpu, cuda, cuda:1 or auto.") from None
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise InputError(f"Device '{name}' is not there: torch {torch.__version__} sees no GPU. Use --device cpu.")
-    return name
+    one = templates[0] if templates and len(templates) == 1 else templates  # one may be the name of a set
+    return build_task(encoder, names, templates=one, descriptions=descriptions)
 
 
 def _style(style: str | None, output: Path | None) -> str:
@@ -442,9 +442,9 @@ def _print_tally(tally: Any, session: Any, save: Path | None, output: Path | Non
 
 
 def _encoders() -> list[tuple[str, str]]:
-    from testtime.encoders import ENCODERS
+    from testtime.encoders import describe
 
-    return [(name, entry.summary) for name, entry in ENCODERS.items()]
+    return describe()
 
 
 def _datasets() -> list[tuple[str, str]]:

@@ -13,15 +13,28 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from testtime import files, ops, registry
-from testtime.features import check_views
-from testtime.types import Encoder, ImageError, InputError, Method, Prediction, StateError, Task
+from testtime import files, registry
+from testtime.features import unit_views
+from testtime.types import Encoder, FeatureError, ImageError, InputError, Method, Prediction, StateError, Task
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 FORMAT = "testtime.session"
 VERSION = "1"
+
+# how each entry of a saved session's metadata is read
+READERS: dict[str, Callable[[str], Any]] = {
+    "method": str,
+    "settings": lambda text: dict(json.loads(text)),
+    "classnames": lambda text: tuple(json.loads(text)),
+    "encoder": str,
+    "scale": float,
+    "views": int,
+    "augmix": lambda text: bool(json.loads(text)),
+    "seed": int,
+    "count": int,
+}
 
 
 class Session:
@@ -90,8 +103,9 @@ class Session:
 
     def scan(self, stream: Tensor) -> Tensor:
         """Logits (N, C) of a chunk of features (N, V, D), learning along the way; all or nothing."""
-        check_views(stream, self.task.dim, self.count)
-        logits, self.state = self.method.scan(self.task, self.state, self._unit(stream))
+        with torch.no_grad():
+            views = unit_views(stream, self.task.text, self.count)
+            logits, self.state = self.method.scan(self.task, self.state, views)
         self.count += len(stream)
         return logits
 
@@ -100,12 +114,14 @@ class Session:
         images: Iterable[Any],
         *,
         batch: int = 16,
-        on_error: Callable[[Any, ImageError], None] | None = None,
+        on_error: Callable[[Any, InputError], None] | None = None,
     ) -> Iterator[tuple[Any, Prediction]]:
         """Each image with its prediction, in order. Views are encoded `batch` images at a time.
 
         A bad image goes to `on_error` and is left out; without it, the error is raised when its turn comes.
         """
+        if batch < 1:
+            raise InputError(f"batch={batch}: at least one image at a time.")
         source = iter(images)
         while group := list(islice(source, batch)):
             good, failure = self._readable(group, on_error)
@@ -146,28 +162,25 @@ class Session:
         """A saved session. With a `task` (or an encoder), it must be the one that the file was made with."""
         file = files.open_tensors(path, StateError)
         facts = _facts(file, path)
+        if "task.text" not in file.keys():
+            raise StateError(f"{path} lacks 'task.text'; it is damaged.")
         text = file.get_tensor("task.text").to(device)
-        saved = Task(text, tuple(json.loads(facts["classnames"])), float(facts["scale"]), facts["encoder"])
+        saved = Task(text, facts["classnames"], facts["scale"], facts["encoder"])
+        method = registry.make_method(facts["method"], None, facts["settings"])
         if encoder is not None and encoder.name != saved.encoder:
             raise StateError(f"{path} was made with encoder '{saved.encoder}', not '{encoder.name}'.")
         if task is not None:
             _same_task(path, saved, task)
             saved = replace(saved, context=task.context)
-        session = cls(
-            saved,
-            registry.make_method(facts["method"], None, json.loads(facts["settings"])),
-            encoder=encoder,
-            views=int(facts["views"]),
-            augmix=json.loads(facts["augmix"]),
-            seed=int(facts["seed"]),
-        )
+        session = cls(saved, method, encoder=encoder, views=facts["views"], augmix=facts["augmix"], seed=facts["seed"])
         session.state = _filled("state", session.state, file, path, device)
-        session.count = int(facts["count"])
+        session.count = facts["count"]
         return session
 
     def _advance(self, views: Tensor) -> Prediction:
         """Predict and learn from unit views (V, D)."""
-        logits, state = self.method.step(self.task, self.state, views)
+        with torch.no_grad():
+            logits, state = self.method.step(self.task, self.state, views)
         frozen = self.task.zero_shot(views[0])
         probabilities, zero_shot = self.method.probabilities(logits), frozen.softmax(-1)
         index, zero_index = int(logits.argmax()), int(frozen.argmax())
@@ -186,18 +199,15 @@ class Session:
         self.state, self.count = state, self.count + 1
         return prediction
 
-    def _unit(self, features: Tensor) -> Tensor:
-        return ops.unit(features.to(self.task.text))
-
     def _features(self, images: list[Any]) -> list[Tensor]:
         """Unit views (V, D) of each image; the first has stream index `self.count`."""
         if all(isinstance(image, Tensor) for image in images):
             features = [image[None] if image.ndim == 1 else image for image in images]
         else:
             features = list(self._encode(images))
-        for offset, views in enumerate(features):
-            check_views(views[None], self.task.dim, self.count + offset)
-        return [self._unit(views) for views in features]
+        return [
+            unit_views(views[None], self.task.text, self.count + offset)[0] for offset, views in enumerate(features)
+        ]
 
     def _encode(self, images: list[Any]) -> Tensor:
         """Features (n, V, D) of images."""
@@ -207,19 +217,20 @@ class Session:
 
         opened = [_opened(image) for image in images]
         indices = range(self.count, self.count + len(images))
-        return encode_views(
-            self.encoder, opened, indices, views=self.views, seed=self.seed, augmix=self.augmix
-        )
+        return encode_views(self.encoder, opened, indices, views=self.views, seed=self.seed, augmix=self.augmix)
 
     def _readable(
-        self, group: list[Any], on_error: Callable[[Any, ImageError], None] | None
-    ) -> tuple[list[tuple[Any, Any]], ImageError | None]:
-        """The images of a group that can be read, each with its source, and the error to stop at, if any."""
+        self, group: list[Any], on_error: Callable[[Any, InputError], None] | None
+    ) -> tuple[list[tuple[Any, Any]], InputError | None]:
+        """The images of a group that can be used, each with its source, and the error to stop at, if any."""
         good: list[tuple[Any, Any]] = []
         for source in group:
             try:
-                good.append((source, _opened(source)))
-            except ImageError as error:
+                image = _opened(source)
+                if isinstance(image, Tensor):
+                    self._features([image])  # refuses what cannot be learned from
+                good.append((source, image))
+            except (ImageError, FeatureError) as error:
                 if on_error is None:
                     return good, error
                 on_error(source, error)
@@ -260,15 +271,22 @@ def _filled(prefix: str, fresh: Any, file: Any, path: Any, device: torch.device 
     return stored
 
 
-def _facts(file: Any, path: Any) -> dict[str, str]:
-    facts: dict[str, str] = dict(file.metadata() or {})
-    if facts.get("format") != FORMAT:
+def _facts(file: Any, path: Any) -> dict[str, Any]:
+    """The metadata of a saved session, read; what is missing or damaged is named."""
+    stored: dict[str, str] = dict(file.metadata() or {})
+    if stored.get("format") != FORMAT:
         raise StateError(f"{path} is not a saved session (no '{FORMAT}' in its metadata).")
-    if facts.get("version") != VERSION:
+    if stored.get("version") != VERSION:
         raise StateError(
-            f"{path} has format version {facts.get('version')}, this program reads {VERSION}. "
+            f"{path} has format version {stored.get('version')}, this program reads {VERSION}. "
             "Use the version of testtime that wrote it, or start the session anew."
         )
+    facts = {}
+    for key, read in READERS.items():
+        try:
+            facts[key] = read(stored[key])
+        except (ValueError, TypeError, KeyError):
+            raise StateError(f"{path} is damaged: its metadata '{key}' is {stored.get(key)!r}.") from None
     return facts
 
 

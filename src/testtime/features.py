@@ -24,20 +24,27 @@ VERSION = "1"
 INDEX = "index.json"
 
 
-def check_views(views: Tensor, dim: int, first: int = 0) -> None:
-    """Refuse views (N, V, D) that no method can use; `first` is the stream index of row 0, for the message."""
-    if views.ndim != 3 or views.shape[1] < 1 or views.shape[2] != dim:
+def unit_views(views: Tensor, like: Tensor, first: int = 0) -> Tensor:
+    """Views (N, V, D) with unit rows, in the dtype and on the device of the prototypes `like` (C, D).
+
+    Refuses what no method can use; `first` is the stream index of row 0, for the message.
+    """
+    dim = like.shape[1]
+    if views.ndim != 3 or 0 in views.shape[:2] or views.shape[2] != dim:
         raise FeatureError(f"Views must be (N, V, {dim}) with at least one view; got {tuple(views.shape)}.")
     if not views.is_floating_point():
         raise FeatureError(f"Views must be floating point; got {views.dtype}.")
-    bad = ~torch.isfinite(views).all(-1) | (views == 0).all(-1)  # (N, V)
-    if bad.any():
-        image, view = bad.nonzero()[0].tolist()
-        what = "are all zero" if torch.isfinite(views[image, view]).all() else "hold NaN or infinity"
+    directions = unit(views.detach().to(like))
+    good = (directions.norm(dim=-1) - 1).abs() < 0.1  # false for NaN, for zero, and for what overflows
+    if not good.all():
+        image, view = (~good).nonzero()[0].tolist()
+        row = views[image, view]
+        what = "hold NaN or infinity" if not torch.isfinite(row).all() else "cannot be normalised"
         raise FeatureError(
-            f"Features of image {first + image}, view {view}, {what}; such an image cannot be learned from. "
-            "Encode it again, or leave it out."
+            f"Features of image {first + image}, view {view}, {'are all zero' if not row.any() else what}; such an "
+            "image cannot be learned from. Encode it again, or leave it out."
         )
+    return directions
 
 
 def save_features(
@@ -51,11 +58,14 @@ def save_features(
     metadata: Mapping[str, str] | None = None,
 ) -> Path:
     """Write a feature file, atomically. `metadata` may add `encoder`, `dataset`, `seed` or anything else."""
-    check_views(views, text.shape[1])
-    tensors = {"views": views, "text": text} | ({} if labels is None else {"labels": labels.long()})
-    facts = {"scale": repr(float(scale)), "version": VERSION} | dict(metadata or {})
-    if classnames is not None:
-        facts["classnames"] = json.dumps(list(classnames))
+    unit_views(views, text.float())
+    names = list(map(str, range(len(text)))) if classnames is None else list(classnames)
+    Task(text.float(), tuple(names), scale)  # refuses what does not fit together
+    tensors = {"views": views, "text": text}
+    if labels is not None:
+        tensors["labels"] = _labels(labels, len(views), len(text), path)
+    facts = {"classnames": json.dumps(names), "scale": repr(float(scale)), "version": VERSION}
+    facts |= dict(metadata or {})
     return files.write_tensors(path, tensors, facts)
 
 
@@ -101,21 +111,22 @@ class Features:
 
     def read(self, start: int, stop: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Views of the images from start to stop (n, V, D), checked, cast and then normalised."""
+        if not 0 <= start < stop <= len(self):
+            raise FeatureError(f"No images {start} to {stop} in {self.path}; it holds {len(self)}.")
         parts, begin = [], 0
         for shard, end in zip(self._shards, self._ends, strict=True):
             if start < end and stop > begin:
                 parts.append(shard.get_slice("views")[max(start - begin, 0) : min(stop, end) - begin])
             begin = end
         views = torch.cat(parts) if len(parts) != 1 else parts[0]
-        check_views(views, self.dim, start)
-        return unit(views.to(dtype))
+        return unit_views(views, self.text.to(dtype), start)
 
     def chunks(
         self, order: Sequence[int] | None = None, *, size: int = 0, dtype: torch.dtype = torch.float32
     ) -> Iterator[Tensor]:
         """The stream as chunks (n, V, D) of at most `size` images, in the given order or as stored."""
         # by default about 16 MB of float32 at a time
-        size = size or max(1, min(1024, 2**22 // (self.views * self.dim)))
+        size = size if size > 0 else max(1, min(1024, 2**22 // (self.views * self.dim)))
         count = len(self) if order is None else len(order)
         for start in range(0, count, size):
             stop = min(start + size, count)
@@ -125,6 +136,9 @@ class Features:
                 yield torch.cat([self.read(i, i + 1, dtype) for i in order[start:stop]])
 
     def _check_text(self) -> None:
+        for number, shard in enumerate(self._shards[1:], start=1):
+            if not torch.equal(shard.get_tensor("text"), self.text):
+                raise FeatureError(f"{self.path}: shard {number} has other text prototypes than shard 0.")
         if self.text.ndim != 2 or self.text.shape[1] != self.dim or not self.text.is_floating_point():
             raise FeatureError(
                 f"{self.path}: text must be (C, {self.dim}) to fit the views; got {tuple(self.text.shape)}."
@@ -156,14 +170,22 @@ class Features:
         return scale
 
     def _read_labels(self) -> Tensor | None:
-        if "labels" not in self._shards[0].keys():
+        having = ["labels" in shard.keys() for shard in self._shards]
+        if not any(having):
             return None
+        if not all(having):
+            raise FeatureError(f"{self.path}: shard {having.index(False)} has no labels, others have.")
         labels = torch.cat([shard.get_tensor("labels") for shard in self._shards])
-        if labels.shape != (len(self),):
-            raise FeatureError(f"{self.path}: labels must be ({len(self)},); got {tuple(labels.shape)}.")
-        if labels.is_floating_point() or not ((labels >= 0) & (labels < len(self.text))).all():
-            raise FeatureError(f"{self.path}: labels must be whole numbers from 0 to {len(self.text) - 1}.")
-        return labels.long()
+        return _labels(labels, len(self), len(self.text), self.path)
+
+
+def _labels(labels: Tensor, images: int, classes: int, path: str | Path) -> Tensor:
+    """Labels (N,) as int64, checked."""
+    if labels.shape != (images,):
+        raise FeatureError(f"{path}: labels must be ({images},), one for each image; got {tuple(labels.shape)}.")
+    if labels.is_floating_point() or not ((labels >= 0) & (labels < classes)).all():
+        raise FeatureError(f"{path}: labels must be whole numbers from 0 to {classes - 1}.")
+    return labels.long()
 
 
 def _shard_paths(path: Path) -> list[Path]:
@@ -174,7 +196,7 @@ def _shard_paths(path: Path) -> list[Path]:
         raise FeatureError(f"{path} is a folder without {INDEX}; it is not a feature store, or not finished.")
     try:
         shards = json.loads(index.read_text())["shards"]
-        paths = [path / name for name in shards]
+        paths = [path / Path(name).name for name in shards]  # never a file elsewhere
     except (ValueError, KeyError, TypeError):
         raise FeatureError(f"{index} is not the index of a feature store.") from None
     if not paths:

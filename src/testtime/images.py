@@ -250,7 +250,4 @@ def _listed(lines: Iterable[str], where: str, beside: Path) -> list[Path]:
     if not paths:
         raise InputError(f"No images in {where}; expected a path on each line.")
     # a path that is nowhere stays as it is written, for the message when it is read
-    return [
-        beside / path if not os.path.exists(path) and os.path.exists(beside / path) else path
-        for path in paths
-    ]
+    return [beside / path if not os.path.exists(path) and os.path.exists(beside / path) else path for path in paths]

@@ -123,8 +123,7 @@ def _in_range(labels: Tensor, classes: int) -> None:
 def _distribution(probabilities: Tensor, labels: Tensor) -> None:
     if probabilities.ndim != 2 or labels.ndim != 1 or len(probabilities) != len(labels):
         raise InputError(
-            f"Probabilities must be (N, C) and labels (N,); got {tuple(probabilities.shape)} and "
-            f"{tuple(labels.shape)}."
+            f"Probabilities must be (N, C) and labels (N,); got {tuple(probabilities.shape)} and {tuple(labels.shape)}."
         )
     if not len(labels):
         raise InputError("No images: a score needs at least one.")

@@ -34,12 +34,14 @@ def prototypes(x: Tensor) -> Prototypes:
 
 def entropy(logits: Tensor) -> Tensor:
     """Entropy in nats of the softmax: (..., C) -> (...)."""
-    return torch.special.entr(logits.softmax(-1)).sum(-1)
+    log_p = logits.log_softmax(-1)  # p log p through its logarithm, so that a vanishing p has a gradient too
+    return -(log_p.exp() * log_p).sum(-1)
 
 
 def marginal_entropy(logits: Tensor) -> Tensor:
     """Entropy in nats of the softmax averaged over rows: (V, C) -> ()."""
-    return torch.special.entr(logits.softmax(-1).mean(0)).sum()
+    log_p = logits.log_softmax(-1).logsumexp(0) - math.log(len(logits))
+    return -(log_p.exp() * log_p).sum()
 
 
 def kept(views: int, fraction: float) -> int:

@@ -42,17 +42,16 @@ def build_task(
 ) -> Task:
     """The task of telling `classnames` apart, with text prototypes from the encoder.
 
-    `templates` is a name in TEMPLATES, or a sequence of sentences with `{}` for the class ("single" if left out; `()`
-    for none, where there are descriptions). `descriptions` are sentences by class, or a JSON file of them. A
-    prototype is the unit mean of all the class's unit text features, templates and sentences alike. In names, `_`
-    reads as a space.
+    `templates` is a name in TEMPLATES ("single" if left out), or sentences with `{}` for the class; `()` for
+    none. `descriptions` are sentences by class, or a JSON file of them. A prototype is the unit mean of all
+    the class's unit text features, templates and sentences alike. In names, `_` reads as a space.
 
     >>> from testtime import load_encoder
     >>> task = build_task(load_encoder("tiny"), ["cat", "grand_piano"], templates="imagenet7")
     >>> task.text.shape, task.classnames
     (torch.Size([2, 32]), ('cat', 'grand piano'))
     """
-    names = _checked_names(classnames, allow_duplicates)
+    names = check_classes(classnames, allow_duplicates)
     patterns = find_templates("single" if templates is None else templates)
     sentences = [()] * len(names) if descriptions is None else _sentences(names, _described(descriptions))
     texts = [
@@ -70,7 +69,7 @@ def build_task(
 
 
 def find_templates(templates: str | Sequence[str]) -> tuple[str, ...]:
-    """Templates by name, or those given, each checked for its `{}`. One sentence with `{}` is a template too."""
+    """Templates by name, or those given, each checked for its `{}`. A string with `{}` is one template."""
     if isinstance(templates, str):
         if "{}" not in templates:
             if templates not in TEMPLATES:
@@ -79,7 +78,7 @@ def find_templates(templates: str | Sequence[str]) -> tuple[str, ...]:
         templates = (templates,)
     for template in templates:
         if "{}" not in template:
-            raise InputError(f"Template {template!r} has no {{}} for the class name, as in 'a photo of a {{}}.'.")
+            raise InputError(f"Template {template!r} has no {{}} for the class, as 'a photo of a {{}}.' has.")
     return tuple(templates)
 
 
@@ -90,7 +89,7 @@ def read_descriptions(path: str | os.PathLike[str]) -> dict[str, list[str]]:
     except ValueError as problem:
         raise InputError(f"Descriptions '{path}' are not JSON: {problem}") from None
     if not isinstance(found, dict):
-        raise InputError(f"Descriptions '{path}' must map class names to sentences; found a {type(found).__name__}.")
+        raise InputError(f"Descriptions '{path}' must map names to sentences; got a {type(found).__name__}.")
     return found
 
 
@@ -130,9 +129,10 @@ def _read(path: str | os.PathLike[str], what: str) -> str:
         raise InputError(f"Cannot read the {what} in '{path}': {problem.strerror or problem}.") from None
 
 
-def _checked_names(classnames: Sequence[str], allow_duplicates: bool) -> tuple[str, ...]:
+def check_classes(classnames: Sequence[str], allow_duplicates: bool = False) -> tuple[str, ...]:
+    """The names as they are used, `_` read as a space; too few, empty or repeated ones are refused."""
     if isinstance(classnames, str):
-        raise InputError(f"Expected a list of class names; got one string. Write parse_classes({classnames!r}).")
+        raise InputError(f"Expected a list of class names; got the string {classnames!r}. See parse_classes.")
     wrong = [name for name in classnames if not isinstance(name, str)]
     if wrong:
         raise InputError(f"Class names must be text; got {wrong[0]!r}.")
@@ -140,7 +140,7 @@ def _checked_names(classnames: Sequence[str], allow_duplicates: bool) -> tuple[s
     if empty := [i for i, name in enumerate(names) if not name]:
         raise InputError(f"Class name {empty[0] + 1} of {len(names)} is empty.")
     if len(names) < 2:
-        raise InputError(f"{len(names)} class ({', '.join(names) or 'none'}) leaves nothing to tell apart; give two.")
+        raise InputError(f"Give two classes or more to tell apart; got {_some(names) or 'none'}.")
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice and not allow_duplicates:
         raise InputError(
@@ -155,9 +155,9 @@ def _described(descriptions: Descriptions | str | os.PathLike[str]) -> dict[str,
     found = descriptions if isinstance(descriptions, Mapping) else read_descriptions(descriptions)
     for name, sentences in found.items():
         if isinstance(sentences, str) or not isinstance(sentences, Sequence):
-            raise InputError(f"Descriptions of {name!r} must be a list of sentences; got {type(sentences).__name__}.")
+            raise InputError(f"Descriptions of {name!r} must be a list; got a {type(sentences).__name__}.")
         if not sentences or not all(isinstance(text, str) and text.strip() for text in sentences):
-            raise InputError(f"Descriptions of {name!r} must be sentences, one or more; got {list(sentences)[:3]}.")
+            raise InputError(f"Descriptions of {name!r} must be sentences; got {list(sentences)[:3]}.")
     return {_key(name): sentences for name, sentences in found.items()}
 
 
@@ -165,7 +165,7 @@ def _sentences(names: Sequence[str], described: Mapping[str, Sequence[str]]) -> 
     if missing := [name for name in names if _key(name) not in described]:
         near = get_close_matches(_key(missing[0]), described, n=1)
         hint = f" For '{missing[0]}', did you mean '{near[0]}'?" if near else ""
-        raise InputError(f"{len(missing)} of {len(names)} classes have no description: {_some(missing)}.{hint}")
+        raise InputError(f"{len(missing)} of {len(names)} classes lack descriptions: {_some(missing)}.{hint}")
     return [described[_key(name)] for name in names]
 
 

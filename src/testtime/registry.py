@@ -16,7 +16,12 @@ from testtime.methods.base import kinds
 from testtime.types import Method, SettingError, UnknownName
 
 METHODS = {
+    "dmn": "testtime.methods.dmn:DMN",
     "dpe": "testtime.methods.dpe:DPE",
+    "mta": "testtime.methods.mta:MTA",
+    "tda": "testtime.methods.tda:TDA",
+    "tps": "testtime.methods.tps:TPS",
+    "zero": "testtime.methods.zero:ZERO",
     "zeroshot": "testtime.methods.zeroshot:ZeroShot",
 }
 

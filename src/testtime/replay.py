@@ -55,7 +55,7 @@ def replay(
     preset: str | None = None,
     settings: dict[str, object] | None = None,
     dtype: str = "float32",
-    device: str = "cpu",
+    device: str | torch.device = "cpu",
     limit: int | None = None,
     shuffle: bool = False,
     seed: int = 0,

@@ -243,9 +243,7 @@ def _lines(
     return [*parts, "</svg>"]
 
 
-def _end_labels(
-    frame: Frame, ends: Sequence[float], labels: Sequence[str], style: Sequence[str]
-) -> list[str]:
+def _end_labels(frame: Frame, ends: Sequence[float], labels: Sequence[str], style: Sequence[str]) -> list[str]:
     """A dot where each curve ends, and its name beside it, moved as little as keeps the names apart."""
     order = sorted(range(len(ends)), key=lambda index: (-ends[index], index))
     wanted = [frame.y(ends[index]) for index in order]

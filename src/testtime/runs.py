@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 from testtime import files
 from testtime.engine import Session
-from testtime.types import ImageError, InputError, Prediction
+from testtime.types import InputError, Prediction
 
 COLUMNS = (
     "index",
@@ -142,7 +142,7 @@ def run_images(
     With `save`, the state is written every `AUTOSAVE` images and whenever the stream ends, also by an interrupt.
     """
 
-    def skip(path: Any, error: ImageError) -> None:
+    def skip(path: Any, error: InputError) -> None:
         tally.skipped.append(str(error))
         if on_skip:
             on_skip(str(error))

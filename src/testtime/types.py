@@ -14,6 +14,7 @@ The error tree:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -84,8 +85,10 @@ class Task:
     def __post_init__(self) -> None:
         if self.text.ndim != 2:
             raise FeatureError(f"Text prototypes must be (C, D), one row per class; got {tuple(self.text.shape)}.")
-        if not self.text.is_floating_point():
-            raise FeatureError(f"Text prototypes must be floating point; got {self.text.dtype}.")
+        if self.text.dtype not in (torch.float32, torch.float64):
+            raise FeatureError(f"Text prototypes must be float32 or float64 to adapt; got {self.text.dtype}.")
+        if not (math.isfinite(self.scale) and self.scale > 0):
+            raise FeatureError(f"The logit scale must be a positive number; got {self.scale}.")
         if len(self.classnames) != len(self.text):
             raise FeatureError(f"{len(self.classnames)} class names for {len(self.text)} text prototypes.")
         if len(self.classnames) < 2:
@@ -184,5 +187,3 @@ class Method(Protocol):
 
     def check(self, task: Task) -> None:
         """Raise MissingPart, before the stream starts, if the task lacks what the method needs."""
-
-

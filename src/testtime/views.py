@@ -147,9 +147,7 @@ def sample_views(
     return sampled
 
 
-def sample_crop(
-    extent: tuple[int, int], random: Callable[[], float], scale: tuple[float, float]
-) -> CropParameters:
+def sample_crop(extent: tuple[int, int], random: Callable[[], float], scale: tuple[float, float]) -> CropParameters:
     """A box in an image of `extent` (width, height), by RandomResizedCrop's rule; `random` gives [0, 1)."""
     width, height = extent
     low, high = math.log(RATIO[0]), math.log(RATIO[1])

@@ -1,4 +1,4 @@
-"""Encoders by name: what turns images and texts into unit features. Each is imported when it is first asked for."""
+"""Encoders by name: what turns images and texts into unit features. Each is imported when first asked for."""
 
 from __future__ import annotations
 
@@ -77,5 +77,5 @@ def _device(device: str | torch.device) -> torch.device:
     except RuntimeError:
         raise SettingError(f"Unknown device {str(device)!r}; say cpu, cuda or cuda:0.") from None
     if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
-        raise MissingPart(f"Device '{chosen}': torch sees {torch.cuda.device_count()} CUDA devices here; try cpu.")
+        raise MissingPart(f"No device '{chosen}': torch sees {torch.cuda.device_count()} of them; try cpu.")
     return chosen

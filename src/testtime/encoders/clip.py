@@ -1,12 +1,13 @@
 """CLIP, SigLIP, CoCa and the rest of open_clip, by tag or from a checkpoint file.
 
-A name is `open_clip:MODEL/PRETRAINED`, as in `open_clip:ViT-B-16/openai`. PRETRAINED is one of open_clip's tags, or
-a checkpoint file: `open_clip:ViT-B-16/weights/mine.pt`, `open_clip:ViT-B-16//data/mine.safetensors` (absolute).
-Files are open_clip's (a state dict, plain or under "state_dict") or OpenAI's as published (a TorchScript archive or
-its state dict); their tensors have the same names.
+A name is `open_clip:MODEL/PRETRAINED`, as in `open_clip:ViT-B-16/openai`. PRETRAINED is one of open_clip's
+tags, or a checkpoint file: `open_clip:ViT-B-16/weights/mine.pt`, `open_clip:ViT-B-16//data/mine.safetensors`
+(an absolute path). Files are open_clip's (a state dict, plain or under "state_dict") or OpenAI's as published
+(a TorchScript archive or its state dict); their tensors have the same names.
 
 OpenAI trained with QuickGELU. Its tags say so, and so does a file in its published layout, or an
-`open_clip_config.json` beside the file. A file that says nothing is taken as MODEL is: `ViT-B-16-quickgelu` has it.
+`open_clip_config.json` beside the file. A file that says nothing is taken as MODEL is; `ViT-B-16-quickgelu`
+has it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import pickle
 import ssl
 import urllib.error
 import urllib.request
+import warnings
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +34,7 @@ from open_clip.model import convert_to_custom_text_state_dict
 from open_clip.pretrained import download_pretrained, get_pretrained_cfg, list_pretrained_tags_by_model
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import normalize
 
 from testtime.registry import unknown
@@ -60,14 +62,14 @@ class OpenClip:
     def __init__(
         self,
         name: str,
-        model: nn.Module,
+        model: Any,
         tokenizer: Callable[[list[str]], Tensor],
         preprocess: Preprocess,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
         self.name = name
-        self.model: Any = model.to(device).eval().requires_grad_(False)
+        self.model = model.to(device).eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.preprocess = preprocess
         self.device = device
@@ -93,10 +95,11 @@ class OpenClip:
         if len(texts) == 0:
             return torch.zeros(0, self.dim, device=self.device)
         with torch.inference_mode():
-            batches = (list(texts[i : i + TEXT_BATCH]) for i in range(0, len(texts), TEXT_BATCH))
-            features = [self.model.encode_text(self.tokenizer(batch).to(self.device)).float() for batch in batches]
-            unit = normalize(torch.cat(features), dim=-1)
-        return unit.clone()
+            starts = range(0, len(texts), TEXT_BATCH)
+            tokens = (self.tokenizer(list(texts[i : i + TEXT_BATCH])).to(self.device) for i in starts)
+            rows = torch.cat([self.model.encode_text(batch).float() for batch in tokens])
+            features = normalize(rows, dim=-1)
+        return features.clone()
 
 
 def load(spec: str, device: torch.device, dtype: torch.dtype) -> OpenClip:
@@ -152,8 +155,8 @@ def make_preprocess(looks: Mapping[str, Any]) -> Preprocess:
     height, width = (size, size) if isinstance(size, int) else size
     if height != width:
         raise InputError(f"Only square images are supported; this model sees {height} x {width}.")
-    red, green, blue = looks["mean"]
-    return Preprocess(height, height, looks["resize_mode"], looks["interpolation"], (red, green, blue), looks["std"])
+    mean, std = tuple(looks["mean"]), tuple(looks["std"])
+    return Preprocess(height, height, looks["resize_mode"], looks["interpolation"], mean, std)
 
 
 # Where the weights are
@@ -245,7 +248,7 @@ def _tokenizer(architecture: str, path: Path) -> Callable[[list[str]], Tensor]:
         folder = str(path.parent)
     else:
         folder = _hub_folder(repository, TOKENIZER_FILES, f"The tokenizer of {architecture}")
-    return open_clip.HFTokenizer(
+    return open_clip.tokenizer.HFTokenizer(
         folder,
         context_length=text.get("context_length", 77),
         tokenizer_mode=text.get("tokenizer_mode"),
@@ -258,7 +261,7 @@ def _tags(architecture: str) -> list[str]:
 
 
 def _usual_looks(architecture: str) -> dict[str, Any]:
-    """What most tags of a model say of their images (SigLIP squashes, CLIP crops); CLIP's where there are no tags."""
+    """What most tags of a model say of their images (SigLIP squashes, CLIP crops); with no tags, CLIP's."""
     known = [get_pretrained_cfg(architecture, tag) for tag in list_pretrained_tags_by_model(architecture)]
     known = known or [get_pretrained_cfg("ViT-B-16", "openai")]
     [(most, _)] = Counter(tuple((key, look[key]) for key in LOOKS) for look in known).most_common(1)
@@ -266,7 +269,7 @@ def _usual_looks(architecture: str) -> dict[str, Any]:
 
 
 def _config_beside(path: Path) -> dict[str, Any]:
-    """What `open_clip_config.json` in the checkpoint's folder says, as on the hub; empty where there is none."""
+    """What `open_clip_config.json` in the checkpoint's folder says, as on the hub; empty if there is none."""
     file = path.parent / "open_clip_config.json"
     if not file.is_file():
         return {}
@@ -288,13 +291,16 @@ class Checkpoint(NamedTuple):
 
 
 def read(path: Path) -> Checkpoint:
-    """The tensors in a checkpoint file, on the CPU. No code in the file is run."""
+    """The tensors in a checkpoint file, on the CPU. No Python code in the file is run."""
     scripted = False
     try:
         if path.suffix.lower() == ".safetensors":
             found: Any = load_file(path)
         elif scripted := _is_torchscript(path):
-            found = torch.jit.load(path, map_location="cpu").state_dict()
+            with warnings.catch_warnings():
+                # deprecated, and still the only reader of what OpenAI published
+                warnings.simplefilter("ignore")
+                found = torch.jit.load(path, map_location="cpu").state_dict()
         else:
             found = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
@@ -322,7 +328,7 @@ def read(path: Path) -> Checkpoint:
 
 
 def build(architecture: str, precision: str = "fp32", quick_gelu: bool = False) -> Any:
-    """A model with weights still to be filled in. Nothing is fetched for it, and the random state is left alone."""
+    """A model with weights still to be filled in. The global random state is left alone."""
     config = open_clip.get_model_config(architecture)
     config["quick_gelu"] = config.get("quick_gelu", False) or quick_gelu
     vision, text = config["vision_cfg"], config["text_cfg"]
@@ -338,21 +344,23 @@ def build(architecture: str, precision: str = "fp32", quick_gelu: bool = False) 
         kind = open_clip.CoCa if "multimodal_cfg" in config else open_clip.CustomTextCLIP
     with torch.random.fork_rng(devices=[]):
         model = kind(**config, cast_dtype=open_clip.get_cast_dtype(precision))
-    return lower(model, precision, timm)
+    return lower(model, precision, foreign=timm or hugging)
 
 
-def lower(model: nn.Module, precision: str, timm: bool = False) -> nn.Module:
+def lower(model: Any, precision: str, foreign: bool = False) -> Any:
     """The model in open_clip's fp32, fp16 or bf16, where normalisation stays in float32."""
     if precision == "fp32":
         return model
     dtype = torch.float16 if precision == "fp16" else torch.bfloat16
-    if timm:  # open_clip's own conversion knows its own layers only
-        model.to(dtype)
-        for part in model.modules():
-            if isinstance(part, open_clip.transformer.LayerNormFp32):
-                part.float()
-    else:
+    if not foreign:
         open_clip.convert_weights_to_lp(model, dtype=dtype)
+        return model
+    # that conversion knows open_clip's own layers only: towers of timm and transformers are lowered whole
+    model.to(dtype)
+    for part in model.modules():
+        if isinstance(part, open_clip.transformer.LayerNormFp32):
+            part.float()
+    model.logit_scale.data = model.logit_scale.data.float()  # bfloat16 would make 98.8 of a scale of 100
     return model
 
 
@@ -388,7 +396,7 @@ def fill(model: Any, checkpoint: Checkpoint, architecture: str) -> None:
 
 
 def _is_torchscript(path: Path) -> bool:
-    """Whether torch.jit.save wrote the file: its archives, and not those of torch.save, have constants.pkl."""
+    """Whether torch.jit.save wrote the file: its archives, unlike those of torch.save, have constants.pkl."""
     if not zipfile.is_zipfile(path):
         return False
     with zipfile.ZipFile(path) as archive:

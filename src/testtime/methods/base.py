@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
@@ -21,9 +22,20 @@ class Base:
 
     def __post_init__(self) -> None:
         for name, kind in kinds(type(self)).items():
+            value = getattr(self, name)
             if get_origin(kind) is Literal:
                 allowed = " or ".join(repr(choice) for choice in get_args(kind))
-                require(getattr(self, name) in get_args(kind), name, getattr(self, name), f"must be {allowed}")
+                require(value in get_args(kind), name, value, f"must be {allowed}")
+            elif kind is int:
+                require(
+                    isinstance(value, int) and not isinstance(value, bool),
+                    name,
+                    value,
+                    "must be a whole number",
+                )
+            elif kind is float:
+                plain = isinstance(value, int | float) and not isinstance(value, bool)
+                require(plain and math.isfinite(value), name, value, "must be a finite number")
 
     def init(self, task: Task) -> Any:
         """The state before the first image."""

@@ -131,12 +131,22 @@ class DPE(Base):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("alpha", "beta", "align_weight", "entropy_weight", "lr_text", "lr_image", "entropy_threshold"):
+        for name in (
+            "alpha",
+            "beta",
+            "align_weight",
+            "entropy_weight",
+            "lr_text",
+            "lr_image",
+            "entropy_threshold",
+        ):
             require(getattr(self, name) >= 0, name, getattr(self, name), "must be 0 or more")
         for name in ("queue", "steps", "prompt_count", "adamw_weight_decay"):
             require(getattr(self, name) >= 0, name, getattr(self, name), "must be 0 or more")
         require(self.align_temperature > 0, "align_temperature", self.align_temperature, "must be above 0")
         require(self.adamw_eps > 0, "adamw_eps", self.adamw_eps, "must be above 0")
+        betas_fit = len(self.adamw_betas) == 2 and all(0 <= beta < 1 for beta in self.adamw_betas)
+        require(betas_fit, "adamw_betas", self.adamw_betas, "must be two numbers in [0, 1)")
         require(0 < self.selection <= 1, "selection", self.selection, "must lie in (0, 1]")
         require(0 <= self.text_decay <= 1, "text_decay", self.text_decay, "must lie in [0, 1]")
         require(
@@ -163,7 +173,7 @@ class DPE(Base):
             queue = banks.push(queue, label, feature, cost)
         visual = banks.prototypes(queue)  # (C, D)
         seen = aligned = banks.filled(queue).to(visual)  # (C,) of 0 and 1
-        if self.empty_queue == "text":
+        if self.empty_queue == "text" and self.queue:
             visual, seen = torch.where(seen[:, None] > 0, visual, text.direction), torch.ones_like(seen)
         if self.align_classes == "all":
             aligned = seen
@@ -204,9 +214,7 @@ class DPE(Base):
 
     def learned(self, before: State, after: State) -> bool:
         """Whether a queue took the image in, or the text prototypes moved."""
-        return not (
-            torch.equal(before.updates, after.updates) and torch.equal(before.queue.cost, after.queue.cost)
-        )
+        return not (torch.equal(before.updates, after.updates) and torch.equal(before.queue.cost, after.queue.cost))
 
     def _normalised(self, entropy: Tensor, classes: int) -> Tensor:
         # released code: nats divided by bits, so this runs to ln 2 and not to 1

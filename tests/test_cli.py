@@ -1,0 +1,420 @@
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import zlib
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+import testtime as tt
+from testtime.cli import main
+
+CLASSES = "cat,dog,fox"
+
+
+class Outcome(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def call(*arguments: object) -> Outcome:
+        capsys.readouterr()
+        try:
+            main([str(argument) for argument in arguments])
+            code = 0
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.err
+        return Outcome(code, captured.out, captured.err)
+
+    return call
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """Twelve small pictures in folders named after their classes."""
+    noise = np.random.default_rng(0)
+    for name in CLASSES.split(","):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for number in range(4):
+            pixels = noise.integers(0, 255, (40, 50, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "photos" / name / f"{number}.png")
+    return tmp_path / "photos"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    task, stream, labels = tt.toy(images=40)
+    return tt.save_features(tmp_path / "toy.safetensors", stream, task.text, labels=labels, classnames=task.classnames)
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+# replay
+
+
+def test_replay_prints_one_json_object_with_the_contract_s_keys(cli, store) -> None:
+    outcome = cli("replay", store, "--json")
+    assert outcome.code == 0
+    summary = json.loads(outcome.out)
+    assert {"n", "accuracy", "zero_shot_accuracy", "seconds", "method", "settings"} <= summary.keys()
+    assert summary["n"] == 40 and summary["method"] == "dpe" and summary["settings"]["alpha"] == 6.0
+    assert summary["accuracy"] > summary["zero_shot_accuracy"]
+
+
+def test_replay_writes_logits_and_predictions(cli, store, tmp_path) -> None:
+    assert cli("replay", store, "--out", tmp_path / "o.safetensors", "--dtype", "float64").code == 0
+    written = load_file(tmp_path / "o.safetensors")
+    assert written["logits"].shape == (40, 8) and written["logits"].dtype == torch.float64
+    assert torch.equal(written["logits"].argmax(1), written["pred"])
+
+
+def test_replay_takes_settings_presets_limit_and_shuffle(cli, store) -> None:
+    outcome = cli("replay", store, "--json", "--preset", "paper", "--set", "alpha=2", "--set", "queue=5", "--limit", 7)
+    summary = json.loads(outcome.out)
+    assert summary["n"] == 7
+    assert summary["settings"]["alpha"] == 2.0 and summary["settings"]["queue"] == 5
+    assert summary["settings"]["align_both"] is True
+
+
+def test_shuffle_depends_on_the_seed_alone(cli, store, tmp_path) -> None:
+    orders = []
+    for seed in (3, 3, 4):
+        cli("replay", store, "--shuffle", "--seed", seed, "--out", tmp_path / "o.safetensors")
+        orders.append(load_file(tmp_path / "o.safetensors")["order"])
+    assert torch.equal(orders[0], orders[1]) and not torch.equal(orders[0], orders[2])
+
+
+def test_replay_without_json_shows_a_table(cli, store) -> None:
+    outcome = cli("replay", store, "--method", "zeroshot")
+    assert outcome.code == 0 and "zero-shot" in outcome.out and "%" in outcome.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--method", "dpee"], "Did you mean 'dpe'"),
+        (["--set", "alhpa=3"], "Did you mean 'alpha'"),
+        (["--set", "alpha"], "KEY=VALUE"),
+        (["--set", "queue=three"], "whole number"),
+        (["--set", "alpha=-1"], "0 or more"),
+        (["--preset", "papr"], "Did you mean 'paper'"),
+        (["--dtype", "float31"], "Did you mean 'float32'"),
+        (["--device", "gpu7"], "gpu7"),
+        (["--limit", "0"], "at least one"),
+        (["--out", "/proc/nowhere/o.safetensors"], "/proc/nowhere"),
+    ],
+)
+def test_wrong_options_of_replay_exit_with_two_and_say_the_way_out(cli, store, arguments, said) -> None:
+    outcome = cli("replay", store, *arguments)
+    assert outcome.code == 2 and said in outcome.err
+
+
+def broken_stores(folder: Path) -> dict[str, Path]:
+    task, stream, labels = tt.toy(images=10)
+    good = tt.save_features(folder / "good.safetensors", stream, task.text, labels=labels)
+    from safetensors.torch import save_file
+
+    def put(name: str, **tensors: torch.Tensor) -> Path:
+        save_file(tensors, folder / f"{name}.safetensors")
+        return folder / f"{name}.safetensors"
+
+    poisoned = stream.clone()
+    poisoned[7, 0, 3] = torch.nan
+    halved = folder / "halved.safetensors"
+    halved.write_bytes(good.read_bytes()[: good.stat().st_size // 2])
+    text = folder / "text.safetensors"
+    text.write_text("hello, world; this is not what you think")
+    empty = folder / "empty.safetensors"
+    empty.touch()
+    return {
+        "image 7": put("nan", views=poisoned, text=task.text),
+        "[N,V,D]": put("flat", views=stream[:, 0].contiguous(), text=task.text),
+        "text must be": put("narrow", views=stream, text=task.text[:, :5].contiguous()),
+        "labels must be": put("short", views=stream, text=task.text, labels=labels[:3].clone()),
+        "no tensor 'text'": put("textless", views=stream),
+        "cut short": halved,
+        "not a safetensors": text,
+        "safetensors": empty,
+        "No file": folder / "absent.safetensors",
+    }
+
+
+def test_unusable_feature_files_exit_with_two(cli, tmp_path) -> None:
+    for said, path in broken_stores(tmp_path).items():
+        outcome = cli("replay", path)
+        assert outcome.code == 2 and said in outcome.err, (said, outcome)
+
+
+def test_recorded_settings_come_from_the_file(cli, tmp_path) -> None:
+    task, stream, labels = tt.toy(images=10)
+    path = tt.save_features(
+        tmp_path / "t.safetensors",
+        stream,
+        task.text,
+        labels=labels,
+        metadata={"hp.alpha": "3.5", "hp.dataset": "I"},
+    )
+    assert json.loads(cli("replay", path, "--recorded", "--json").out)["settings"]["alpha"] == 3.5
+
+
+# run
+
+
+def test_run_writes_a_row_for_every_image(cli, photos, tmp_path) -> None:
+    outcome = cli("run", photos, "--classes", CLASSES, "--encoder", "tiny", "--out", tmp_path / "a.csv")
+    assert outcome.code == 0, outcome.err
+    written = rows(tmp_path / "a.csv")
+    assert len(written) == 12
+    assert [row["index"] for row in written] == [str(i) for i in range(12)]
+    first = written[0]
+    assert first["label"] in CLASSES and first["zero_shot"] in CLASSES and first["learned"] in ("True", "False")
+    assert 0 <= float(first["confidence"]) <= 1 and float(first["entropy"]) >= 0
+    assert "accuracy on 12 images" in outcome.err
+
+
+def test_run_writes_json_lines_to_a_pipe(cli, photos) -> None:
+    outcome = cli("run", photos, "--classes", CLASSES, "-e", "tiny", "--format", "jsonl", "--limit", 3)
+    assert outcome.code == 0
+    assert [json.loads(line)["index"] for line in outcome.out.splitlines()] == [0, 1, 2]
+
+
+def test_run_takes_a_glob_a_list_and_standard_input(cli, photos, tmp_path, monkeypatch) -> None:
+    listing = tmp_path / "list.txt"
+    listing.write_text("photos/dog/1.png\nphotos/cat/0.png\n")
+    assert "dog/1.png" in cli("run", listing, "--classes", CLASSES, "-e", "tiny").out.splitlines()[1]
+    assert len(cli("run", f"{photos}/c*/*.png", "--classes", CLASSES, "-e", "tiny").out.splitlines()) == 5
+    import io
+
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{photos}/fox/2.png\n"))
+    assert "fox/2.png" in cli("run", "-", "--classes", CLASSES, "-e", "tiny").out.splitlines()[1]
+
+
+def test_a_saved_state_goes_on_where_it_was(cli, photos, tmp_path) -> None:
+    common = ["--classes", CLASSES, "-e", "tiny", "--views", 4]
+    cli("run", photos, *common, "--out", tmp_path / "whole.csv")
+    cli(
+        "run",
+        photos,
+        *common,
+        "--out",
+        tmp_path / "parts.csv",
+        "--limit",
+        5,
+        "--save",
+        tmp_path / "s.safetensors",
+    )
+    outcome = cli(
+        "run", photos, *common, "--out", tmp_path / "parts.csv", "--resume", tmp_path / "s.safetensors",
+        "--save", tmp_path / "s.safetensors",
+    )  # fmt: skip
+    assert outcome.code == 0 and "after 5 images" in outcome.err
+    assert rows(tmp_path / "parts.csv") == rows(tmp_path / "whole.csv")
+
+
+def test_rows_newer_than_the_state_are_done_again(cli, photos, tmp_path) -> None:
+    common = ["--classes", CLASSES, "-e", "tiny"]
+    cli("run", photos, *common, "--out", tmp_path / "whole.csv")
+    cli(
+        "run",
+        photos,
+        *common,
+        "--out",
+        tmp_path / "p.csv",
+        "--limit",
+        5,
+        "--save",
+        tmp_path / "s.safetensors",
+    )
+    cli("run", photos, *common, "--out", tmp_path / "later.csv", "--limit", 9)
+    cut = (tmp_path / "later.csv").read_text()[:-7]  # a crash in the middle of a row, four images after the save
+    (tmp_path / "p.csv").write_text(cut)
+    cli("run", photos, *common, "--out", tmp_path / "p.csv", "--resume", tmp_path / "s.safetensors")
+    assert rows(tmp_path / "p.csv") == rows(tmp_path / "whole.csv")
+
+
+def test_resuming_with_other_classes_is_refused(cli, photos, tmp_path) -> None:
+    state = tmp_path / "s.safetensors"
+    cli("run", photos, "--classes", CLASSES, "-e", "tiny", "--limit", 2, "--save", state)
+    outcome = cli("run", photos, "--classes", "cat,dog,owl", "-e", "tiny", "--resume", state)
+    assert outcome.code == 2 and "'fox' there, 'owl' here" in outcome.err
+
+
+def spoil(photos: Path) -> dict[str, Path]:
+    """Bad and odd images among the good ones."""
+    folder = photos / "cat"
+    image = Image.open(folder / "0.png")
+    image.convert("CMYK").save(folder / "cmyk.jpg")
+    image.save(folder / "still.gif")
+    image.resize((1, 1)).save(folder / "one.png")
+    (folder / "text.jpg").write_text("not an image")
+    image.save(folder / "cut.jpg")
+    whole = (folder / "cut.jpg").read_bytes()
+    (folder / "cut.jpg").write_bytes(whole[: len(whole) // 2])
+    header = b"IHDR" + (60000).to_bytes(4) * 2 + b"\x08\x02\x00\x00\x00"
+    huge = b"\x89PNG\r\n\x1a\n" + (13).to_bytes(4) + header + zlib.crc32(header).to_bytes(4)
+    data = b"IDAT" + zlib.compress(b"\0" * 64)
+    huge += (len(data) - 4).to_bytes(4) + data + zlib.crc32(data).to_bytes(4)
+    (folder / "huge.png").write_bytes(huge)
+    return {name: folder / name for name in ("text.jpg", "cut.jpg", "huge.png")}
+
+
+def test_bad_images_are_reported_and_skipped_and_the_stream_goes_on(cli, photos, tmp_path) -> None:
+    bad = spoil(photos)
+    outcome = cli("run", photos, "--classes", CLASSES, "-e", "tiny", "--out", tmp_path / "a.csv")
+    assert outcome.code == 0
+    assert len(rows(tmp_path / "a.csv")) == 15  # twelve, and the odd but good CMYK, GIF and 1x1
+    for path in bad.values():
+        assert str(path) in outcome.err
+    assert "3 skipped" in outcome.err
+
+
+def test_strict_stops_at_a_bad_image_and_keeps_what_was_written(cli, photos, tmp_path) -> None:
+    spoil(photos)
+    outcome = cli(
+        "run", photos, "--classes", CLASSES, "-e", "tiny", "--out", tmp_path / "a.csv", "--strict",
+        "--save", tmp_path / "s.safetensors",
+    )  # fmt: skip
+    assert outcome.code == 2 and "cut.jpg" in outcome.err
+    done = rows(tmp_path / "a.csv")
+    assert [Path(row["image"]).name for row in done] == ["0.png", "1.png", "2.png", "3.png", "cmyk.jpg"]
+    assert tt.Session.load(tmp_path / "s.safetensors").count == len(done)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nowhere/", "--classes", CLASSES], "nowhere"),
+        (["EMPTY", "--classes", CLASSES], "EMPTY"),
+        (["PHOTOS", "--classes", "cat"], "leaves nothing to tell apart"),
+        (["PHOTOS", "--classes", "cat,dog,cat"], "cat"),
+        (["PHOTOS"], "--classes"),
+        (["PHOTOS", "--classes-file", "none.txt"], "none.txt"),
+        (["PHOTOS", "--classes", CLASSES, "--method", "dbe"], "Did you mean 'dpe'"),
+        (["PHOTOS", "--classes", CLASSES, "--encoder", "ofline"], "Did you mean 'offline'"),
+        (["PHOTOS", "--classes", CLASSES, "-e", "tiny", "--views", "0"], "views"),
+        (["PHOTOS", "--classes", CLASSES, "-e", "tiny", "--format", "xml"], "csv or jsonl"),
+        (["PHOTOS", "--classes", CLASSES, "-e", "tiny", "--resume", "none.safetensors"], "none.safetensors"),
+        (["PHOTOS", "--classes", CLASSES, "-e", "tiny", "--template", "a photo"], "a photo"),
+    ],
+)
+def test_wrong_input_of_run_exits_with_two(cli, photos, tmp_path, arguments, said) -> None:
+    (tmp_path / "EMPTY").mkdir()
+    places = {"PHOTOS": str(photos), "EMPTY": str(tmp_path / "EMPTY")}
+    outcome = cli("run", *(places.get(argument, argument) for argument in arguments))
+    assert outcome.code == 2 and said in outcome.err, outcome
+
+
+def test_an_interrupt_loses_nothing_that_was_written(photos, tmp_path) -> None:
+    out, state = tmp_path / "a.csv", tmp_path / "s.safetensors"
+    pipe = subprocess.Popen(
+        [sys.executable, "-m", "testtime.cli", "run", "-", "--classes", CLASSES, "-e", "tiny", "--views", "256",
+         "--out", str(out), "--save", str(state)],
+        stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert pipe.stdin is not None
+    pipe.stdin.write(f"{photos}/cat/0.png\n" * 2000)
+    pipe.stdin.close()
+    deadline = time.time() + 120
+    while time.time() < deadline and (not out.exists() or len(out.read_text().splitlines()) < 3):
+        time.sleep(0.1)
+    pipe.send_signal(signal.SIGINT)
+    assert pipe.stderr is not None
+    with pipe.stderr as messages:
+        assert "Traceback" not in messages.read()
+    assert pipe.wait(60) == 130
+    done = rows(out)
+    assert len(done) >= 2
+    assert tt.Session.load(state).count == len(done)
+
+
+# encode
+
+
+def test_encoded_features_replay_like_a_run(cli, photos, tmp_path) -> None:
+    common = ["--classes", CLASSES, "-e", "tiny", "--views", 3]
+    assert cli("encode", photos, *common, "--out", tmp_path / "f.safetensors", "--dtype", "float32").code == 0
+    cli("run", photos, *common, "--out", tmp_path / "a.csv")
+    cli("replay", tmp_path / "f.safetensors", "--out", tmp_path / "o.safetensors")
+    names = [CLASSES.split(",")[i] for i in load_file(tmp_path / "o.safetensors")["pred"].tolist()]
+    assert names == [row["label"] for row in rows(tmp_path / "a.csv")]
+
+
+def test_encode_writes_shards_that_replay_as_one_store(cli, photos, tmp_path) -> None:
+    common = ["--classes", CLASSES, "-e", "tiny", "--dtype", "float32"]
+    cli("encode", photos, *common, "--out", tmp_path / "one.safetensors")
+    # a batch is 32 images, so each shard is written after one
+    for number in range(3):
+        for path in list(photos.glob("*/?.png")):
+            Image.open(path).rotate(90 * number).save(path.with_name(f"{path.stem}-{number}.png"))
+    cli("encode", photos, *common, "--out", tmp_path / "shards", "--shard", 10)
+    shards = sorted((tmp_path / "shards").glob("*.safetensors"))
+    assert len(shards) == 2
+    summary = json.loads(cli("replay", tmp_path / "shards", "--json").out)
+    assert summary["n"] == 48 and summary["accuracy"] is not None
+
+
+def test_encode_refuses_a_folder_of_nothing_but_bad_images(cli, tmp_path) -> None:
+    (tmp_path / "a.jpg").write_text("no")
+    outcome = cli("encode", tmp_path, "--classes", CLASSES, "-e", "tiny", "--out", tmp_path / "f.safetensors")
+    assert outcome.code == 2 and "None of the 1 images" in outcome.err
+    assert not (tmp_path / "f.safetensors").exists()
+
+
+# the rest
+
+
+@pytest.mark.parametrize("what", ["methods", "encoders", "datasets"])
+def test_lists_name_what_there_is(cli, what) -> None:
+    outcome = cli("list", what)
+    expected = {"methods": "dpe", "encoders": "open_clip", "datasets": "FOLDER"}[what]
+    assert outcome.code == 0 and expected in outcome.out
+
+
+def test_an_unknown_list_is_an_error(cli) -> None:
+    outcome = cli("list", "metods")
+    assert outcome.code == 2 and "Did you mean 'methods'" in outcome.err
+
+
+@pytest.mark.parametrize("command", ["run", "encode", "replay", "list", "demo", "version"])
+def test_every_command_has_help_with_an_example(cli, command) -> None:
+    outcome = cli(command, "--help")
+    assert outcome.code == 0 and f"testtime {command}" in outcome.out.split("Example:")[1]
+
+
+def test_version_names_the_library_that_numbers_depend_on(cli) -> None:
+    assert cli("version").out.startswith(f"testtime {tt.__version__}, torch {torch.__version__}")
+
+
+def test_debug_shows_the_traceback(capfd, store) -> None:
+    with pytest.raises(SystemExit):
+        main(["replay", str(store), "--method", "dpee", "--debug"])
+    assert "Traceback" in capfd.readouterr().err
+
+
+def test_a_closed_pipe_is_no_failure(store) -> None:
+    command = f"{sys.executable} -m testtime.cli replay {store} --json | true"
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, env=dict(os.environ)
+    )
+    assert "Traceback" not in done.stderr
