@@ -47,7 +47,8 @@ class Broken(Base):
         if self.fault == "NaN":
             logits = logits * torch.nan
         if self.fault == "impure":
-            state.seen.add_(1)
+            with torch.inference_mode():
+                state.seen.add_(1)
         if self.fault == "grows":
             return logits, Memory(torch.cat([state.seen, state.seen]))
         if self.fault == "order":

@@ -306,7 +306,7 @@ def test_strict_stops_at_a_bad_image_and_keeps_what_was_written(cli, photos, tmp
     [
         (["nowhere/", "--classes", CLASSES], "nowhere"),
         (["EMPTY", "--classes", CLASSES], "EMPTY"),
-        (["PHOTOS", "--classes", "cat"], "leaves nothing to tell apart"),
+        (["PHOTOS", "--classes", "cat"], "two classes or more"),
         (["PHOTOS", "--classes", "cat,dog,cat"], "cat"),
         (["PHOTOS"], "--classes"),
         (["PHOTOS", "--classes-file", "none.txt"], "none.txt"),

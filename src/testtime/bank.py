@@ -35,8 +35,8 @@ def push(bank: Bank, label: Tensor, feature: Tensor, cost: Tensor) -> Bank:
     [[inf, inf], [1.0, 2.0]]
     """
     slots = bank.cost.shape[1]
-    if slots == 0:
-        return bank
+    if slots == 0 or (cost.is_cpu and not cost < bank.cost[label, -1]):
+        return bank  # on the CPU looking at a number costs nothing, and a refusal then copies nothing
     # the newcomer stands last, so a stable sort leaves it behind its equals; then the last one falls out
     costs, order = torch.cat([bank.cost[label], cost.reshape(1)]).sort(stable=True)
     row = torch.cat([bank.keys[label], feature[None]])[order[:slots]]
@@ -49,6 +49,11 @@ def filled(bank: Bank) -> Tensor:
     if bank.cost.shape[1] == 0:
         return torch.zeros(len(bank.cost), dtype=torch.bool, device=bank.cost.device)
     return bank.cost[:, 0].isfinite()
+
+
+def row_mean(bank: Bank, label: Tensor) -> Tensor:
+    """The mean feature of one class, not normalised: (D,); zero where the class holds none."""
+    return bank.keys[label].sum(0) / bank.cost[label].isfinite().sum().clamp_min(1)
 
 
 def prototypes(bank: Bank) -> Tensor:

@@ -20,7 +20,7 @@ from testtime import __version__, registry
 from testtime.engine import Session
 from testtime.features import Features
 from testtime.files import write_atomic
-from testtime.report import Curve, StreamReport, html
+from testtime.report import Curve, StreamReport, html, running_accuracy_svg
 from testtime.types import Task
 
 METHODS = ("zeroshot", "tda", "dpe")
@@ -73,7 +73,7 @@ def largest(task: Task, views: Tensor, labels: Tensor, count: int) -> tuple[Task
 
 
 def run_demo(folder: Path, console: Console, as_json: bool = False) -> None:
-    """Run both streams with a live table, and write `report.html` into the folder."""
+    """Run both streams with a live table, and write `report.html` and `accuracy.svg` into the folder."""
     task, views, labels = demo_stream()
     parts = {
         "The twenty most frequent classes": largest(task, views, labels, 20),
@@ -98,6 +98,8 @@ def run_demo(folder: Path, console: Console, as_json: bool = False) -> None:
         "Command": "testtime demo",
     }
     path = write_atomic(folder / "report.html", html(sections, facts, "testtime demo"))
+    picture = running_accuracy_svg(sections[0].curves, standalone=True, title=sections[0].subtitle)
+    write_atomic(folder / "accuracy.svg", picture)
     if as_json:
         print(json.dumps({"results": results, "report": str(path), "seconds": time.perf_counter() - started}))
     console.print(f"Report with the curves: [bold]{path}[/]", highlight=False)

@@ -103,11 +103,11 @@ class Session:
 
     def scan(self, stream: Tensor) -> Tensor:
         """Logits (N, C) of a chunk of features (N, V, D), learning along the way; all or nothing."""
-        with torch.no_grad():
-            views = unit_views(stream, self.task.text, self.count)
+        views = unit_views(stream, self.task.text, self.count)
+        with torch.inference_mode():
             logits, self.state = self.method.scan(self.task, self.state, views)
         self.count += len(stream)
-        return logits
+        return logits.clone()  # out of inference mode: an ordinary tensor
 
     def run(
         self,
@@ -179,8 +179,9 @@ class Session:
 
     def _advance(self, views: Tensor) -> Prediction:
         """Predict and learn from unit views (V, D)."""
-        with torch.no_grad():
+        with torch.inference_mode():
             logits, state = self.method.step(self.task, self.state, views)
+        logits = logits.clone()  # out of inference mode: an ordinary tensor
         frozen = self.task.zero_shot(views[0])
         probabilities, zero_shot = self.method.probabilities(logits), frozen.softmax(-1)
         index, zero_index = int(logits.argmax()), int(frozen.argmax())

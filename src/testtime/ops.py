@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+BLOCK = 2**17  # numbers worked on at a time where rows are independent: 512 kB in float32
+
 
 def unit(x: Tensor) -> Tensor:
     """The rows of x at length one: (..., D) -> (..., D). A zero row stays zero."""
@@ -23,12 +25,13 @@ class Prototypes(NamedTuple):
     """Vectors as directions and lengths: what a cosine needs, and what its gradient divides by."""
 
     direction: Tensor  # (C, D), unit rows; a zero row stays zero
-    length: Tensor  # (C, 1)
+    length: Tensor  # (C, 1); 1 for a zero row
 
 
 def prototypes(x: Tensor) -> Prototypes:
     """The rows of x (C, D) taken apart."""
-    length = x.norm(dim=1, keepdim=True).clamp_min_(torch.finfo(x.dtype).tiny)
+    length = x.norm(dim=1, keepdim=True)
+    length.masked_fill_(length == 0, 1)
     return Prototypes(x / length, length)
 
 
@@ -52,6 +55,8 @@ def kept(views: int, fraction: float) -> int:
 
 def confident(logits: Tensor, fraction: float) -> Tensor:
     """Indices of the views of lowest entropy, most confident first: (V, C) -> (kept,)."""
+    if len(logits) == 1:
+        return torch.zeros(1, dtype=torch.int64, device=logits.device)
     return entropy(logits).argsort(stable=True)[: kept(len(logits), fraction)]
 
 
@@ -95,46 +100,90 @@ def loss(rows: Tensor, text: Tensor, visual: Tensor, seen: Tensor, aligned: Tens
     return total
 
 
-def gradient(
+class Slope(NamedTuple):
+    """A gradient by directions (C, D), in the parts it is made of: `gain` times (`pull` plus `weights` @ `rows`)."""
+
+    gain: Tensor  # ()
+    weights: Tensor  # (C, R), of the entropy
+    rows: Tensor  # (R, D)
+    pull: Tensor | None = None  # (C, D), of the alignment
+
+    def across(self, start: int, stop: int, direction: Tensor, scratch: Tensor) -> Tensor:
+        """Rows start to stop (n, D), without `gain` and without what lies along `direction`, which turns nothing.
+
+        Uses up those rows of `pull`, and `scratch` (n, D).
+        """
+        weights = self.weights[start:stop]
+        slope = weights @ self.rows if self.pull is None else self.pull[start:stop].addmm_(weights, self.rows)
+        along = torch.mul(slope, direction, out=scratch).sum(1, keepdim=True)
+        return slope.addcmul_(direction, along, value=-1)
+
+
+def slopes(
     rows: Tensor, text: Prototypes, visual: Prototypes, seen: Tensor, aligned: Tensor, objective: Objective
-) -> tuple[Tensor, Tensor]:
-    """Gradients of `loss` by text and by visual prototypes, without autograd: two tensors (C, D).
+) -> tuple[Slope, Slope]:
+    """Gradients of `loss` by the directions of text and of visual prototypes.
 
     `rows` (R, D) are the features whose predictions are averaged; `seen` and `aligned` (C,) are 0 or 1 and say
-    which classes have a visual prototype and which take part in the alignment.
+    which classes have a visual prototype and which take part in the alignment. Visual prototypes of classes that
+    are not seen must be zero, and their own gradient means nothing.
     """
     t, v = text.direction, visual.direction
     boost = affinity(rows @ v.T, objective.alpha, objective.beta) * seen  # (R, C)
     p = torch.addmm(boost, rows, t.T, alpha=objective.scale).softmax(1)
     # entropy of the averaged softmax, by each row's logits: rank R in the prototypes
-    log_mean = p.mean(0).clamp_min(torch.finfo(p.dtype).tiny).log()
-    slope = p * ((p @ log_mean)[:, None] - log_mean) * (objective.entropy_weight / len(rows))
-    by_text = (objective.scale * slope).T @ rows
-    by_visual = (objective.beta * boost * slope).T @ rows
+    log_mean = p.mean(0).clamp_min_(torch.finfo(p.dtype).tiny).log_()
+    gain = aligned.new_ones(())
     if objective.align_weight:
-        share = aligned * (objective.align_weight / objective.align_temperature) / aligned.sum().clamp_min(1)
-        absent = (aligned - 1) * torch.finfo(t.dtype).max  # finite, so that a row of nothing but absent is no NaN
-        pull = _misplaced(torch.addmm(absent, v, t.T, alpha=1 / objective.align_temperature), 1)
-        pull.mul_(share[:, None])
-        if objective.align_both:
-            similarity = torch.addmm(absent[:, None], v, t.T, alpha=1 / objective.align_temperature)
-            pull.addcmul_(_misplaced(similarity, 0), share)
-        by_text.addmm_(pull.T, v)
-        by_visual.addmm_(pull, t)
-    return _across(by_text, text), _across(by_visual, visual)
+        gain = (objective.align_weight / objective.align_temperature) / aligned.sum().clamp_min(1)
+    slope = p * ((p @ log_mean)[:, None] - log_mean) * (objective.entropy_weight / len(rows) / gain)
+    by_text, by_visual = (objective.scale * slope).T, (objective.beta * boost * slope).T  # (C, R)
+    if not objective.align_weight:
+        return Slope(gain, by_text, rows), Slope(gain, by_visual, rows)
+    absent = (aligned - 1) * torch.finfo(t.dtype).max  # finite, so that a row of nothing but absent is no NaN
+    pull = _misplaced(torch.addmm(absent, v, t.T, alpha=1 / objective.align_temperature), 1)  # image by text
+    if aligned is not seen:
+        pull.mul_(aligned[:, None])  # otherwise their visual prototypes, zero, pull nothing
+    if objective.align_both:
+        back = torch.addmm(absent[:, None], v, t.T, alpha=1 / objective.align_temperature)
+        pull.mul_(aligned[:, None]).addcmul_(_misplaced(back, 0), aligned)
+    return Slope(gain, by_text, rows, pull.T @ v), Slope(gain, by_visual, rows, pull @ t)
+
+
+def gradient(
+    rows: Tensor, text: Prototypes, visual: Prototypes, seen: Tensor, aligned: Tensor, objective: Objective
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `loss` by text and by visual prototypes, without autograd: two tensors (C, D)."""
+    scratch = torch.empty_like(text.direction)
+    by_text, by_visual = slopes(rows, text, visual, seen, aligned, objective)
+    return (
+        by_text.across(0, len(seen), text.direction, scratch).mul_(by_text.gain / text.length),
+        by_visual.across(0, len(seen), visual.direction, scratch).mul_(by_visual.gain * seen[:, None] / visual.length),
+    )
 
 
 def _misplaced(similarity: Tensor, dim: int) -> Tensor:
     """Softmax less the identity: how much each pair attracts (below 0) or repels. (N, N) -> (N, N)."""
-    chance = similarity.softmax(dim)
+    chance = torch.softmax(similarity, dim, out=similarity)
     chance.diagonal().sub_(1)
     return chance
 
 
-def _across(grad: Tensor, at: Prototypes) -> Tensor:
-    """A gradient by directions as one by vectors, in place: the part along a vector cannot turn it."""
-    along = (grad * at.direction).sum(1, keepdim=True)
-    return grad.addcmul_(at.direction, along, value=-1).div_(at.length)
+def first_step(start: Tensor, at: Prototypes, slope: Slope, adam: AdamW) -> Tensor:
+    """Unit rows of `start` (C, D) after one step of `adam` from zero residuals; `at` is `start` taken apart.
+
+    Rows are independent, so they are worked off in blocks that fit a cache, in place. `slope` is used up.
+    """
+    result = torch.empty_like(start)
+    rows = max(1, BLOCK // start.shape[1])
+    flatness = at.length / slope.gain  # what divides a slope to make it a gradient
+    for begin in range(0, len(start), rows):
+        block = slice(begin, begin + rows)
+        out = result[block]
+        across = slope.across(begin, begin + rows, at.direction[block], out)
+        adam.first(start[block], across, flatness[block], out)
+        out.div_(out.norm(dim=1, keepdim=True).clamp_min_(1e-12))
+    return result
 
 
 class AdamW(NamedTuple):
@@ -146,11 +195,14 @@ class AdamW(NamedTuple):
     decay: float = 0.0
     state: Literal["exact", "fp16"] = "exact"
 
-    def first(self, start: Tensor, grad: Tensor) -> Tensor:
-        """`start` plus the residual after one step from zero: the moments cancel, the decay acts on nothing."""
+    def first(self, start: Tensor, slope: Tensor, flatness: Tensor | float = 1.0, out: Tensor | None = None) -> Tensor:
+        """`start` plus the residual after one step from zero down the gradient slope / flatness, in `out` if given.
+
+        The moments cancel and the decay acts on nothing: the residual is -lr g / (|g| + eps), g the gradient.
+        """
         if self.state == "fp16":
-            return start + self.step(torch.zeros_like(grad), grad, None, 1)[0]
-        return torch.addcdiv(start, grad, grad.abs().add_(self.eps), value=-self.lr)
+            return torch.add(start, self.step(torch.zeros_like(slope), slope / flatness, None, 1)[0], out=out)
+        return torch.addcdiv(start, slope, torch.abs(slope, out=out).add_(self.eps * flatness), value=-self.lr, out=out)
 
     def step(
         self, residual: Tensor, grad: Tensor, moments: tuple[Tensor, Tensor] | None, number: int

@@ -29,7 +29,8 @@ from testtime.types import Task
 class State(NamedTuple):
     text: Tensor  # (C, D) evolved text prototypes, normalised when used
     updates: Tensor  # () int64, images that the text prototypes have learned from
-    queue: banks.Bank  # (C, M, D) features and (C, M) entropies of the visual prototypes
+    queue: banks.Bank  # (C, M, D) features and (C, M) entropies
+    visual: Tensor  # (C, D) visual prototypes: the mean of each queue, zero where it is empty
 
 
 class Difference(NamedTuple):
@@ -158,21 +159,23 @@ class DPE(Base):
 
     def init(self, task: Task) -> State:
         updates = torch.zeros((), dtype=torch.int64, device=task.text.device)
-        return State(task.text.clone(), updates, banks.empty(task.text, self.queue))
+        return State(task.text.clone(), updates, banks.empty(task.text, self.queue), torch.zeros_like(task.text))
 
     def step(self, task: Task, state: State, views: Tensor) -> tuple[Tensor, State]:
         # 1. which queue the image belongs to, and how confidently
         text = ops.prototypes(state.text)
         view_logits = task.scale * (views @ text.direction.T)  # (V, C)
         judged = view_logits if self.queue_text == "evolved" else task.zero_shot(views)
-        feature, label, cost = self._queue_entry(views, judged)
+        chosen = ops.confident(judged, self.selection)
+        feature, label, cost = self._queue_entry(views, judged, chosen)
 
         # 2. evolve the visual prototypes: the most confident features of each class
-        queue = state.queue
+        queue, evolved_visual = self._enqueue(state, label, feature, cost)
         if self.queue_update == "before":
-            queue = banks.push(queue, label, feature, cost)
-        visual = banks.prototypes(queue)  # (C, D)
-        seen = aligned = banks.filled(queue).to(visual)  # (C,) of 0 and 1
+            known, visual = queue, evolved_visual
+        else:
+            known, visual = state.queue, state.visual
+        seen = aligned = banks.filled(known).to(visual)  # (C,) of 0 and 1
         if self.empty_queue == "text" and self.queue:
             visual, seen = torch.where(seen[:, None] > 0, visual, text.direction), torch.ones_like(seen)
         if self.align_classes == "all":
@@ -188,12 +191,14 @@ class DPE(Base):
         )
 
         # 3. prototype residual learning (L_aug + lambda L_align)
-        if self.view_choice == "prototypes" and self.steps:
+        if self.view_choice == "prototypes":
             view_logits = ops.logits(views, text.direction, ops.unit(visual), seen, objective)
-        rows = views[ops.confident(view_logits, self.selection)]
+        if view_logits is not judged:
+            chosen = ops.confident(view_logits, self.selection)
+        rows = views[chosen]
         if self.view_average == "logits":
             rows = rows.mean(0, keepdim=True)  # the mean logit is the logit of the mean: not renormalised
-        adapted_text, adapted_visual = self._learn(rows, state.text, visual, seen, aligned, objective)
+        adapted_text, adapted_visual = self._learn(rows, state.text, text, visual, seen, aligned, objective)
 
         # 4. prototype-based inference with both sets
         rows = views[:1]
@@ -208,9 +213,7 @@ class DPE(Base):
         if self.gate_keeps == "above":
             accepted = ~accepted
         evolved, updates = self._evolve(state, adapted_text, accepted)
-        if self.queue_update == "after":
-            queue = banks.push(queue, label, feature, cost)
-        return logits, State(evolved, updates, queue)
+        return logits, State(evolved, updates, queue, evolved_visual)
 
     def learned(self, before: State, after: State) -> bool:
         """Whether a queue took the image in, or the text prototypes moved."""
@@ -220,19 +223,26 @@ class DPE(Base):
         # released code: nats divided by bits, so this runs to ln 2 and not to 1
         return entropy / (math.log2(classes) if self.entropy_unit == "log2" else math.log(classes))
 
-    def _queue_entry(self, views: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _queue_entry(self, views: Tensor, logits: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The feature (D,) to queue, its pseudo-label () and its normalised entropy ()."""
-        if self.queue_feature == "clean":
-            views, logits = views[:1], logits[:1]
-        chosen = ops.confident(logits, self.selection)
+        if self.queue_feature == "clean" or len(views) == 1:
+            return views[0], logits[0].argmax(), self._normalised(ops.entropy(logits[0]), logits.shape[1])
         logits = logits[chosen]
         cost = self._normalised(ops.marginal_entropy(logits), logits.shape[1])
         return views[chosen].mean(0), logits.mean(0).argmax(), cost
+
+    def _enqueue(self, state: State, label: Tensor, feature: Tensor, cost: Tensor) -> tuple[banks.Bank, Tensor]:
+        """The queues and the visual prototypes (C, D) after offering them one feature: a single row changes."""
+        queue = banks.push(state.queue, label, feature, cost)
+        if queue is state.queue:
+            return queue, state.visual
+        return queue, state.visual.index_copy(0, label.reshape(1), banks.row_mean(queue, label)[None])
 
     def _learn(
         self,
         rows: Tensor,
         text: Tensor,
+        at_text: ops.Prototypes,
         visual: Tensor,
         seen: Tensor,
         aligned: Tensor,
@@ -242,10 +252,12 @@ class DPE(Base):
         adam = ops.AdamW(0.0, self.adamw_eps, self.adamw_betas, self.adamw_weight_decay, self.adam_state)
         for_text, for_visual = adam._replace(lr=self.lr_text), adam._replace(lr=self.lr_image)
         if self.steps == 1:
-            by_text, by_visual = ops.gradient(
-                rows, ops.prototypes(text), ops.prototypes(visual), seen, aligned, objective
+            at_visual = ops.prototypes(visual)
+            by_text, by_visual = ops.slopes(rows, at_text, at_visual, seen, aligned, objective)
+            return (
+                ops.first_step(text, at_text, by_text, for_text),
+                ops.first_step(visual, at_visual, by_visual, for_visual),
             )
-            return ops.unit(for_text.first(text, by_text)), ops.unit(for_visual.first(visual, by_visual))
         d_text, d_visual = torch.zeros_like(text), torch.zeros_like(visual)
         m_text = m_visual = None
         for number in range(1, self.steps + 1):
@@ -257,7 +269,7 @@ class DPE(Base):
 
     def _evolve(self, state: State, adapted: Tensor, accepted: Tensor) -> tuple[Tensor, Tensor]:
         """The text prototypes and the count of updates, where `accepted` () says so."""
-        if self.text_update == "none":
+        if self.text_update == "none" or (accepted.is_cpu and not accepted):
             return state.text, state.updates
         if self.text_update == "full":
             share = torch.ones_like(state.text[0, 0])
