@@ -253,10 +253,10 @@ class DPE(Base):
         for_text, for_visual = adam._replace(lr=self.lr_text), adam._replace(lr=self.lr_image)
         if self.steps == 1:
             at_visual = ops.prototypes(visual)
-            by_text, by_visual = ops.slopes(rows, at_text, at_visual, seen, aligned, objective)
+            down_text, down_visual = ops.slopes(rows, at_text, at_visual, seen, aligned, objective)
             return (
-                ops.first_step(text, at_text, by_text, for_text),
-                ops.first_step(visual, at_visual, by_visual, for_visual),
+                ops.first_step(text, at_text, down_text, for_text),
+                ops.first_step(visual, at_visual, down_visual, for_visual),
             )
         d_text, d_visual = torch.zeros_like(text), torch.zeros_like(visual)
         m_text = m_visual = None
