@@ -331,11 +331,13 @@ def test_an_interrupt_loses_nothing_that_was_written(photos, tmp_path) -> None:
         [sys.executable, "-m", "testtime.cli", "run", "-", "--classes", CLASSES, "-e", "tiny", "--views", "256",
          "--out", str(out), "--save", str(state)],
         stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        # a test run in the background of a shell ignores interrupts, and its children with it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     assert pipe.stdin is not None
     pipe.stdin.write(f"{photos}/cat/0.png\n" * 2000)
     pipe.stdin.close()
-    deadline = time.time() + 120
+    deadline = time.time() + 300
     while time.time() < deadline and (not out.exists() or len(out.read_text().splitlines()) < 3):
         time.sleep(0.1)
     pipe.send_signal(signal.SIGINT)

@@ -48,7 +48,7 @@ class Session:
     >>> session = Session(task, "dpe", alpha=4)
     >>> prediction = session.step(stream[0])
     >>> prediction.label, prediction.learned, session.count
-    ('class 3', True, 1)
+    ('class 2', True, 1)
     """
 
     def __init__(

@@ -15,7 +15,7 @@ The error tree:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -62,13 +62,30 @@ class MissingPart(InputError):
     """An extra, a checkpoint or a capability that is not there."""
 
 
+class Context(Protocol):
+    """A differentiable way from prompt tokens to prototypes, through the encoder's text tower."""
+
+    @property
+    def start(self) -> Tensor:
+        """The tokens to start from, (n, width): those of "a photo of a", say."""
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """Unit prototypes of prompts that begin with `tokens`: (n, width) -> (C, D), or (B, n, width) -> (B, C, D).
+
+        The B sets of tokens are independent prompts of all classes. Gradients reach `tokens`, and nothing else.
+        """
+
+    def by_class(self, tokens: Tensor) -> Tensor:
+        """Unit prototypes where every class has tokens of its own: (C, n, width) -> (C, D)."""
+
+
 @dataclass(frozen=True, eq=False)
 class Task:
     """What to tell apart: class names and their text prototypes.
 
     `text` is (C, D), one row per class, unit rows. Its dtype and device are those of the whole computation.
     `scale` is the logit scale: logits are `scale * cosine`. `context`, where the encoder offers one, is a
-    differentiable function from prompt tokens (n, width) to prototypes (C, D); only prompt tuning needs it.
+    differentiable function from prompt tokens to prototypes; only prompt tuning needs it.
 
     >>> import torch
     >>> task = Task(torch.eye(3), ("cat", "dog", "fox"))
@@ -80,7 +97,7 @@ class Task:
     classnames: tuple[str, ...]
     scale: float = 100.0
     encoder: str = ""
-    context: Callable[[Tensor], Tensor] | None = field(default=None, repr=False)
+    context: Context | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.text.ndim != 2:
