@@ -104,7 +104,7 @@ def run(
     from testtime import load_encoder
     from testtime.engine import Session
     from testtime.images import find_images, labels_from_folders
-    from testtime.runs import Rows, Tally, reopen, run_images
+    from testtime.runs import Rows, Tally, reopen, row, run_images
 
     style = _style(style, output)
     paths = find_images(images, sys.stdin)
@@ -125,17 +125,22 @@ def run(
     tally = Tally()
     labels = labels_from_folders(paths, task.classnames)
     appending = resume is not None and output is not None and output.exists()
+    watching = output is None and sys.stdout.isatty()
     with _opened(output, appending) as file:
-        rows = Rows(file, style, header=not appending)
-        pretty = output is None and sys.stdout.isatty() and style == "csv"
-        with _progress("images", len(paths), quiet=output is None and not pretty) as advance:
+        rows = Rows(file, style, header=not appending) if not watching else _Watch(task.classnames)
+        with _progress("images", len(paths), quiet=output is None) as advance:
             stream = run_images(
-                session, paths, labels, tally, strict=strict, save=save,
+                session,
+                paths,
+                labels,
+                tally,
+                strict=strict,
+                save=save,
                 on_skip=lambda line: err.print(f"[yellow]skipped[/] {escape(line)}", soft_wrap=True),
-            )  # fmt: skip
+            )
             try:
                 for index, path, prediction in stream:
-                    rows.write(_row(index, path, prediction))
+                    rows.write(row(index, path, prediction))
                     advance(tally.images + len(tally.skipped))
             finally:
                 stream.close()  # saves the state, also when interrupted
@@ -371,10 +376,25 @@ def _ordered(paths: list[Path], shuffle: bool, seed: int, limit: int | None) -> 
     return paths[:limit]
 
 
-def _row(index: int, path: Path, prediction: Any) -> dict[str, Any]:
-    from testtime.runs import row
+class _Watch:
+    """Rows for a person at a terminal: ours beside the zero-shot answer, marked where they differ."""
 
-    return row(index, path, prediction)
+    def __init__(self, classnames: tuple[str, ...]) -> None:
+        self.width = min(24, max(map(len, classnames)))
+        out.print(f"[dim]{'':>6}  {'label':<{self.width + 7}}  {'zero-shot':<{self.width + 7}}  learned  image[/]")
+
+    def write(self, values: dict[str, Any]) -> None:
+        """Print one row."""
+        label, frozen = (f"{values[key][: self.width]:<{self.width}}" for key in ("label", "zero_shot"))
+        mark = "bold green" if values["label"] != values["zero_shot"] else "bold"
+        out.print(
+            f"[dim]{values['index']:>6}[/]  [{mark}]{escape(label)}[/] {values['confidence']:>6.1%}  "
+            f"{escape(frozen)} {values['zero_shot_confidence']:>6.1%}  {'yes' if values['learned'] else '':<7}  "
+            f"[dim]{escape(values['image'])}[/]",
+            highlight=False,
+            no_wrap=True,
+            overflow="ellipsis",
+        )
 
 
 @contextmanager

@@ -141,7 +141,9 @@ def slopes(
     if not objective.align_weight:
         return Slope(gain, by_text, rows), Slope(gain, by_visual, rows)
     absent = (aligned - 1) * torch.finfo(t.dtype).max  # finite, so that a row of nothing but absent is no NaN
-    pull = _misplaced(torch.addmm(absent, v, t.T, alpha=1 / objective.align_temperature), 1)  # image by text
+    # beta=0 drops the mask: on the CPU looking costs nothing, and once every class is there it masks nothing
+    beta = 0 if aligned.is_cpu and aligned.all() else 1
+    pull = _misplaced(torch.addmm(absent, v, t.T, beta=beta, alpha=1 / objective.align_temperature), 1)  # image by text
     if aligned is not seen:
         pull.mul_(aligned[:, None])  # otherwise their visual prototypes, zero, pull nothing
     if objective.align_both:
