@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from importlib.resources import files
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -86,8 +87,8 @@ def html(sections: Sequence[StreamReport], facts: Mapping[str, str], title: str)
         parts.insert(0, _overview(sections))
     if facts:
         parts.append(f"<section><h2>About this page</h2>{_facts(facts)}</section>")
-    style, body = _TOKENS + _CHART + _STYLE, "\n".join(parts)
-    return _PAGE.format(title=_safe(title), style=style, body=body, script=_SCRIPT)
+    style = "".join(map(_part, ("tokens.css", "chart.css", "page.css")))
+    return _part("page.html").format(title=_safe(title), style=style, body="\n".join(parts), script=_part("hover.js"))
 
 
 def running_accuracy_svg(
@@ -162,7 +163,7 @@ def _chart(
     parts = [f"<title>{_safe(title or 'Accuracy so far against images seen')}</title>"]
     parts.append(f"<desc>{_safe(_described(curves))}</desc>")
     if standalone:
-        parts.append(f"<style>{_TOKENS}{_CHART}</style>")
+        parts.append(f"<style>{_part('tokens.css')}{_part('chart.css')}</style>")
         parts.append(f'<rect class="paper" width="{width}" height="{height}" rx="10"/>')
         if title:
             parts.append(f'<text class="heading" x="{edge}" y="{edge + 18}">{_safe(title)}</text>')
@@ -546,230 +547,6 @@ def _check(report: StreamReport) -> None:
         raise InputError(f"'{report.title}': label {wrong}, where {known} class names are given.")
 
 
-# Okabe and Ito's colours, each curve's darker one on white and lighter one on black
-_TOKENS = """
-:root { color-scheme: light dark;
-  --paper: #fff; --ink: #191c20; --soft: #5a626c; --rule: #e2e5e9; --base: #aeb5bd; --wash: #f5f6f7;
-  --s0: #737b85; --s1: #0072b2; --s2: #d55e00; --s3: #009e73; --s4: #cc79a7; --s5: #e69f00; --s6: #56b4e9 }
-@media (prefers-color-scheme: dark) { :root {
-  --paper: #121417; --ink: #e9ebee; --soft: #9ba4af; --rule: #2a2f36; --base: #59616b; --wash: #1a1d22;
-  --s0: #9aa2ac; --s1: #56b4e9; --s2: #e69f00; --s3: #009e73; --s4: #cc79a7; --s5: #f0e442; --s6: #d55e00 } }
-.s0 { --c: var(--s0) } .s1 { --c: var(--s1) } .s2 { --c: var(--s2) } .s3 { --c: var(--s3) }
-.s4 { --c: var(--s4) } .s5 { --c: var(--s5) } .s6 { --c: var(--s6) }
-"""
-
-_CHART = """
-.chart { font: 13px system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif;
-  font-variant-numeric: tabular-nums }
-.chart text { fill: var(--ink) }
-.chart .paper { fill: var(--paper) }
-.chart .heading { font-size: 17px; font-weight: 650 }
-.chart .tick, .chart .axis { fill: var(--soft); font-size: 12px }
-.chart .axis { font-weight: 500 }
-.chart .end { text-anchor: end }
-.chart .middle { text-anchor: middle }
-.chart .grid { stroke: var(--rule) }
-.chart .base { stroke: var(--base) }
-.chart .line { fill: none; stroke: var(--c); stroke-width: 1.75; stroke-linejoin: round }
-.chart .line.last { stroke-width: 2.75 }
-.chart .line.early { opacity: .3 }
-.chart .line.dash1 { stroke-dasharray: 7 4 }
-.chart .line.dash2 { stroke-dasharray: 2 4 }
-.chart .dot { fill: var(--c); stroke: var(--paper); stroke-width: 1.5 }
-.chart .leader { fill: none; stroke: var(--c); opacity: .7 }
-.chart .label.last { font-weight: 650 }
-.chart .value { fill: var(--soft); font-weight: 400 }
-.chart .cross { stroke: var(--base); stroke-dasharray: 3 3 }
-"""
-
-_STYLE = """
-*, ::before { box-sizing: border-box }
-html { -webkit-text-size-adjust: 100% }
-body { margin: 0; background: var(--paper); color: var(--ink); overflow-wrap: anywhere;
-  font: 16px/1.6 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif }
-main { max-width: 908px; margin: 0 auto; padding: 64px 24px 96px }
-h1, h2, h3 { line-height: 1.2; letter-spacing: -.015em; text-wrap: balance }
-h1 { font-size: 40px; font-weight: 700; letter-spacing: -.025em; margin: 0 }
-h2 { font-size: 26px; font-weight: 680; margin: 0 }
-h3 { font-size: 17px; font-weight: 650; margin: 52px 0 12px }
-p { max-width: 66ch; margin: 14px 0 0; text-wrap: pretty }
-h3 + p { margin: 0 0 20px }
-a { color: inherit; text-decoration-color: var(--base); text-underline-offset: 3px }
-section { margin-top: 56px; padding-top: 40px; border-top: 1px solid var(--rule) }
-h1 + section { margin-top: 36px }
-.subtitle { color: var(--soft); margin-top: 6px }
-
-.cards { list-style: none; margin: 32px 0 0; padding: 0; display: grid; gap: 12px;
-  grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)) }
-.card { background: var(--wash); border-radius: 10px; padding: 16px 18px 14px;
-  display: flex; flex-direction: column }
-.name::before { content: ""; display: inline-block; width: 10px; height: 10px; border-radius: 50%;
-  background: var(--c); margin-right: 8px }
-.dash1 .name::before, .name.dash1::before { background: none; border: 3px solid var(--c) }
-.dash2 .name::before, .name.dash2::before { background: none; border: 2px dotted var(--c) }
-.card .name { font-size: 14px; line-height: 1.35; color: var(--soft) }
-.card.last .name { color: var(--ink); font-weight: 650 }
-.big { font-size: 34px; font-weight: 680; letter-spacing: -.03em; line-height: 1.25;
-  margin-top: auto; padding-top: 4px; font-variant-numeric: tabular-nums }
-.big small { font-size: 18px; font-weight: 500; color: var(--soft); margin-left: 2px }
-.gain { font-size: 14px; color: var(--soft) }
-.gain b { color: var(--ink); font-weight: 650 }
-
-figure { margin: 0 }
-figcaption { font-size: 13.5px; line-height: 1.5; color: var(--soft); margin-top: 10px }
-.plot { position: relative }
-.plot svg { display: block; width: 100%; height: auto; touch-action: pan-y }
-.plot.narrow { display: none }
-.tip { position: absolute; top: 22px; pointer-events: none; background: var(--paper); padding: 8px 12px;
-  border: 1px solid var(--rule); border-radius: 8px; box-shadow: 0 4px 16px #0002; white-space: nowrap;
-  font-size: 13px; line-height: 1.55; font-variant-numeric: tabular-nums }
-.tip > b { display: block; font-weight: 500; color: var(--soft) }
-.tip div { display: flex; gap: 16px }
-.tip .name { flex: 1; max-width: 150px; overflow: hidden; text-overflow: ellipsis }
-.tip em { font-style: normal; color: var(--soft); min-width: 5ch; text-align: right }
-
-table { border-collapse: collapse; width: 100%; font-size: 14.5px; line-height: 1.45;
-  font-variant-numeric: tabular-nums }
-th, td { text-align: right; font-weight: 400; vertical-align: baseline; padding: 9px 0 9px 20px;
-  border-bottom: 1px solid var(--rule) }
-th:first-child { text-align: left; padding-left: 0 }
-thead th { font-size: 13px; color: var(--soft); vertical-align: bottom; border-color: var(--base) }
-td, thead th { overflow-wrap: normal }
-td { white-space: nowrap }
-.scroll { overflow-x: auto }
-.scroll th, .scroll td { padding-left: 14px }
-.scroll th:first-child { min-width: 112px; padding-left: 0 }
-h2 + .scroll { margin-top: 16px }
-.best, .methods .last { font-weight: 650 }
-.methods th:first-child { width: 40% }
-.note { display: block; font-size: 13px; color: var(--soft) }
-details { margin-top: 14px }
-summary { cursor: pointer; font-size: 13.5px; color: var(--soft) }
-details table { margin-top: 8px }
-
-.classes th, .classes td { border: 0; padding-top: 4px; padding-bottom: 4px }
-.classes thead th { border-bottom: 1px solid var(--base); padding-bottom: 8px }
-.classes thead + tbody tr:first-child > * { padding-top: 12px }
-.classes tbody + tbody tr:first-child > * { padding-top: 18px }
-.classes td:nth-child(2), .classes td:last-child { color: var(--soft) }
-.classes th:first-child { max-width: 220px }
-.track { width: 46% }
-.track div { position: relative; height: 14px; top: 2px }
-.track div::before { content: ""; position: absolute; left: var(--zero); top: -8px; bottom: -8px; width: 1px;
-  background: var(--base) }
-.track i { position: absolute; top: 0; bottom: 0; min-width: 1px }
-.up { background: var(--s1); border-radius: 0 3px 3px 0 }
-.down { background: var(--s2); border-radius: 3px 0 0 3px }
-.hidden { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%) }
-
-dl { margin: 20px 0 0; font-size: 14.5px }
-h3 + dl { margin-top: 0 }
-dl div { display: grid; grid-template-columns: 160px 1fr; gap: 0 20px; padding: 7px 0;
-  border-bottom: 1px solid var(--rule) }
-dt { color: var(--soft) }
-dd { margin: 0; min-width: 0 }
-code { font: 13px/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; white-space: pre-wrap }
-
-@media (max-width: 620px) {
-  main { padding: 40px 16px 64px }
-  h1 { font-size: 30px }
-  h2 { font-size: 22px }
-  h3 { margin-top: 40px }
-  section { margin-top: 40px; padding-top: 32px }
-  .cards { grid-template-columns: 1fr 1fr; gap: 10px }
-  .card { padding: 12px 14px }
-  .big { font-size: 28px }
-  .plot.wide, table .wide { display: none }
-  .plot.narrow { display: block; max-width: 480px }
-  table { font-size: 14px }
-  th, td { padding-left: 12px }
-  .methods th:first-child { width: auto }
-  .track { width: 34% }
-  dl div { grid-template-columns: 1fr }
-}
-"""
-
-# a title would show as the browser's own tooltip over ours, so it becomes the label
-_SCRIPT = """
-for (const svg of document.querySelectorAll("svg[data-chart]")) {
-  const d = JSON.parse(svg.dataset.chart), plot = svg.parentNode, tip = document.createElement("div");
-  const title = svg.querySelector("title");
-  svg.setAttribute("aria-label", title.textContent + ". " + svg.querySelector("desc").textContent);
-  title.remove();
-  const make = (kind, attributes) => {
-    const node = document.createElementNS(svg.namespaceURI, kind);
-    for (const key in attributes) node.setAttribute(key, attributes[key]);
-    node.style.display = "none";
-    return svg.appendChild(node);
-  };
-  const cross = make("line", { class: "cross", y1: d.top, y2: d.bottom });
-  const dots = d.curves.map(([, style]) => make("circle", { class: "dot " + style, r: 4 }));
-  const base = d.curves.find((curve) => curve[3])[2];
-  const add = (parent, kind, className, text) => {
-    const node = parent.appendChild(document.createElement(kind));
-    node.className = className;
-    node.textContent = text;
-    return node;
-  };
-  tip.className = "tip";
-  tip.hidden = true;
-  tip.setAttribute("aria-hidden", "true");
-  plot.append(tip);
-  const show = (visible) => {
-    tip.hidden = !visible;
-    for (const node of [cross, ...dots]) node.style.display = visible ? "" : "none";
-  };
-  svg.addEventListener("pointerleave", () => show(false));
-  const move = (event) => {
-    const box = svg.getBoundingClientRect(), scale = box.width / svg.viewBox.baseVal.width;
-    const at = ((event.clientX - box.left) / scale - d.left) / (d.right - d.left) * d.images;
-    if (at < -0.03 * d.images || at > 1.03 * d.images) return show(false);
-    let k = 0;
-    for (let i = 1; i < d.seen.length; i++) if (Math.abs(d.seen[i] - at) < Math.abs(d.seen[k] - at)) k = i;
-    const x = d.left + (d.right - d.left) * d.seen[k] / d.images;
-    cross.setAttribute("x1", x);
-    cross.setAttribute("x2", x);
-    show(true);
-    tip.replaceChildren();
-    add(tip, "b", "", d.seen[k].toLocaleString("en") + (d.seen[k] == 1 ? " image" : " images"));
-    d.curves.forEach(([name, style, values, baseline], i) => {
-      const y = d.bottom - (d.bottom - d.top) * (values[k] / 100 - d.low) / (d.high - d.low);
-      dots[i].setAttribute("cx", x);
-      dots[i].setAttribute("cy", y);
-      if (y < d.top - 1 || y > d.bottom + 1) dots[i].style.display = "none";
-      const row = add(tip, "div", style, ""), gain = (values[k] - base[k]) / 100;
-      add(row, "span", "name", name);
-      add(row, "span", "", (values[k] / 100).toFixed(1) + "%");
-      const sign = Math.abs(gain) < 0.05 ? "" : gain < 0 ? "\\u2212" : "+";
-      add(row, "em", "", baseline ? "" : sign + Math.abs(gain).toFixed(1));
-    });
-    // a phone has no room beside the crosshair: below the chart
-    const beside = box.width > 520, right = x > (d.left + d.right) / 2;
-    const left = right ? x * scale - 12 - tip.offsetWidth : x * scale + 12;
-    tip.style.left = (beside ? Math.max(0, left) : 0) + "px";
-    tip.style.top = beside ? "" : box.height + "px";
-  };
-  svg.addEventListener("pointermove", move);
-  svg.addEventListener("pointerdown", move);
-}
-"""
-
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy"
-  content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'">
-<title>{title}</title>
-<style>{style}</style>
-</head>
-<body>
-<main>
-<h1>{title}</h1>
-{body}
-</main>
-<script>{script}</script>
-</body>
-</html>
-"""
+def _part(name: str) -> str:
+    """A style sheet, a script or the frame of the page, from the package's data."""
+    return (files("testtime") / "data" / "report" / name).read_text(encoding="utf-8")
