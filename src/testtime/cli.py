@@ -54,6 +54,10 @@ Descriptions = Annotated[
     Path | None,
     typer.Option("--descriptions", help="JSON of class name -> sentences (CuPL), added to the templates."),
 ]
+Prompts = Annotated[
+    str | None,
+    typer.Option("--prompts", help="coop:FILE, a learned prompt in place of templates; see 'testtime train-prompts'."),
+]
 Views = Annotated[int, typer.Option("--views", help="Views per image: itself and random crops.")]
 AugMix = Annotated[bool, typer.Option("--augmix", help="Mix the random crops with AugMix.")]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of views and of --shuffle.")]
@@ -81,6 +85,7 @@ def run(
     preset: Preset = None,
     template: Templates = None,
     descriptions: Descriptions = None,
+    prompts: Prompts = None,
     views: Views = 1,
     augmix: AugMix = False,
     seed: Seed = 0,
@@ -112,7 +117,7 @@ def run(
     # mistakes in names and settings show before the encoder is loaded
     chosen = _method(method, preset, settings)
     loaded = load_encoder(encoder, device=find_device(device))
-    task = _task(loaded, names, template, descriptions)
+    task = _task(loaded, names, template, descriptions, prompts)
     if resume is None:
         session = Session(task, chosen, encoder=loaded, views=views, augmix=augmix, seed=seed)
     else:
@@ -156,6 +161,7 @@ def encode(
     encoder: EncoderName = "offline",
     template: Templates = None,
     descriptions: Descriptions = None,
+    prompts: Prompts = None,
     views: Views = 1,
     augmix: AugMix = False,
     seed: Seed = 0,
@@ -178,7 +184,7 @@ def encode(
     if dtype not in encoding.DTYPES:
         raise registry.unknown("dtype", dtype, encoding.DTYPES)
     loaded = load_encoder(encoder, device=find_device(device))
-    task = _task(loaded, names, template, descriptions)
+    task = _task(loaded, names, template, descriptions, prompts)
     skipped: list[str] = []
 
     def skip(line: str) -> None:
@@ -189,8 +195,8 @@ def encode(
         count = encoding.encode(
             loaded, task, paths, output,
             labels=labels_from_folders(paths, task.classnames), views=views, augmix=augmix, seed=seed,
-            dtype=encoding.DTYPES[dtype], shard=shard, dataset=images, on_skip=None if strict else skip,
-            progress=advance,
+            dtype=encoding.DTYPES[dtype], shard=shard, resume=True, dataset=images,
+            on_skip=None if strict else skip, progress=advance,
         )  # fmt: skip
     err.print(f"{count} images x {views} views in {escape(str(output))}, {len(skipped)} skipped.")
 
@@ -249,6 +255,84 @@ def replay(
     out.print(table)
 
 
+@app.command(
+    "train-prompts",
+    epilog="Example:  testtime train-prompts train/ --classes cat,dog,fox --shots 16 --out pets.safetensors",
+)
+def train_prompts(
+    output: Annotated[Path, typer.Option("--out", "-o", help="The prompt; written after every epoch.")],
+    images: Annotated[
+        str | None, typer.Argument(help="Images in folders named after their classes; not with --split.")
+    ] = None,
+    classes: Classes = None,
+    classes_file: ClassesFile = None,
+    split: Annotated[
+        Path | None, typer.Option("--split", help="A split_zhou_X.json whose 'train' names the images.")
+    ] = None,
+    root: Annotated[Path | None, typer.Option("--root", help="The folder that paths in --split start from.")] = None,
+    encoder: EncoderName = "offline",
+    shots: Annotated[int, typer.Option("--shots", help="Images of each class, drawn by --seed.")] = 16,
+    epochs: Annotated[int, typer.Option("--epochs", help="Times that every image is seen.")] = 50,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the images, the start and the order.")] = 1,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Another setting: lr, batch, n_ctx, class_specific, init, ..."),
+    ] = None,
+    views: Annotated[
+        int, typer.Option("--views", help="Views per image, itself and random crops; an epoch draws one of them.")
+    ] = 1,
+    device: Device = "auto",
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from --out where it was interrupted.")] = False,
+    strict: Strict = False,
+) -> None:
+    """Learn the words of a prompt (CoOp) from a few labelled images of each class.
+
+    The prompt then serves any method: testtime run photos/ --prompts coop:pets.safetensors. Interrupted and resumed
+    training ends in the same prompt as training in one go.
+    """
+    from dataclasses import replace
+
+    from testtime import build_task, coop, load_encoder, registry
+
+    given = {"shots": shots, "epochs": epochs, "seed": seed} | _pairs(settings)
+    chosen = coop.CoOpSettings(
+        **{key: registry.read_setting(coop.CoOpSettings, key, value) for key, value in given.items()}  # type: ignore
+    )
+    if output.exists() and not resume:
+        raise InputError(f"{output} is there already; go on from it with --resume, or give another --out.")
+    paths, labels, names = _training_images(images, split, root, classes, classes_file)
+    places, truth = coop.pick_images(labels, names, chosen)
+    loaded = load_encoder(encoder, device=find_device(device))
+    words = coop.blank_words(chosen.n_ctx) if chosen.init == "random" else chosen.init
+    task = build_task(loaded, names, context=words)
+    if chosen.init != "random" and "n_ctx" not in given and task.context is not None:
+        chosen = replace(chosen, n_ctx=len(task.context.start))
+    if output.exists():  # what cannot be resumed shows before the images are encoded
+        coop.check_checkpoint(output, names, loaded.name, chosen)
+    with _progress("images", len(places)) as advance:
+        features, kept = coop.encode_images(
+            loaded, [paths[i] for i in places], views=views, seed=chosen.seed, progress=advance,
+            on_skip=None if strict else lambda line: err.print(f"[yellow]skipped[/] {escape(line)}", soft_wrap=True),
+        )  # fmt: skip
+    log: list[Any] = []
+    with _progress("epochs", chosen.epochs, quiet=not err.is_terminal) as advance:
+
+        def note(epoch: Any) -> None:
+            log.append(epoch)
+            advance(epoch.epoch)
+            if 10 * epoch.epoch // chosen.epochs > 10 * (epoch.epoch - 1) // chosen.epochs:
+                err.print(
+                    f"epoch {epoch.epoch} of {chosen.epochs}: loss {epoch.loss:.4f}, "
+                    f"{_percent(epoch.accuracy)} of the training images right",
+                    highlight=False,
+                )
+
+        labels_kept = [truth[i] for i in kept]
+        coop.train(task, features, labels_kept, chosen, checkpoint=output, resume=resume, progress=note)
+    done = f"{len(log)} epochs" if log else "no epochs left to do"
+    err.print(f"{done} on {len(kept)} images of {len(names)} classes; the prompt is in {escape(str(output))}.")
+
+
 @app.command("list", epilog="Example:  testtime list methods")
 def list_(
     what: Annotated[str, typer.Argument(metavar="methods|encoders|datasets", help="What to list.")] = "methods",
@@ -269,6 +353,60 @@ def list_(
     for name, summary in tables[what]():
         table.add_row(escape(name), escape(summary))
     out.print(table)
+
+
+@app.command(epilog="Example:  testtime bench systems caltech-101/ --encoder offline --out runs/systems")
+def bench(
+    name: Annotated[str, typer.Argument(metavar="systems", help="Which experiment.")],
+    data: Annotated[Path, typer.Argument(help="A folder of class folders, or one with a split_zhou_*.json.")],
+    encoder: EncoderName = "offline",
+    views: Views = 1,
+    augmix: AugMix = False,
+    seed: Seed = 1,
+    limit: Limit = None,
+    device: Device = "auto",
+    learned: Annotated[
+        Path | None, typer.Option("--prompts", help="Learned prompts (CoOp), for the systems that use them.")
+    ] = None,
+    output: Annotated[Path, typer.Option("--out", "-o", help="Folder for features and finished cells.")] = Path("runs"),
+    as_json: Annotated[bool, typer.Option("--json", help="The rows as JSON on standard output.")] = False,
+) -> None:
+    """Run every system over a dataset and print one table. Started again, it goes on where it was."""
+    from testtime import load_encoder, registry
+    from testtime.bench import Bench, run_systems
+    from testtime.datasets import open_dataset
+
+    if name != "systems":
+        raise registry.unknown("experiment", name, ["systems"])
+    dataset = open_dataset(data)
+    loaded = load_encoder(encoder, device=find_device(device))
+    plan = Bench(output, loaded, dataset, views, augmix, seed, limit, lambda line: err.print(line, highlight=False))
+    rows = run_systems(plan, prompts=learned)
+    if as_json:
+        print(json.dumps({"facts": plan.facts(), "rows": rows}))
+        return
+    table = Table(
+        title=f"{dataset.name}, {encoder}, {views} view{'s' * (views > 1)}, seed {seed}", title_justify="left"
+    )
+    for column in ("system", "accuracy", "gain", "ms per image", "peak MB", "state MB"):
+        table.add_column(column, justify="left" if column == "system" else "right")
+    base = next((row["accuracy"] for row in rows if "accuracy" in row), 0.0)
+    for row in rows:
+        if "skipped" in row:
+            table.add_row(row["system"], "[dim]not run[/]", "", "", "", "")
+            continue
+        table.add_row(
+            row["system"],
+            _percent(row["accuracy"]),
+            f"{100 * (row['accuracy'] - base):+.2f}",
+            f"{row['milliseconds']:.2f}",
+            f"{row['peak_megabytes']:.1f}",
+            f"{row['state_megabytes']:.1f}",
+        )
+    out.print(table)
+    for row in rows:
+        if "skipped" in row:
+            err.print(f"{row['system']}: {escape(row['skipped'])}", highlight=False, soft_wrap=True)
 
 
 @app.command(epilog="Example:  testtime demo --out demo")
@@ -331,13 +469,41 @@ def main(argv: list[str] | None = None) -> None:
 def _method(name: str, preset: str | None, settings: list[str] | None, start: dict[str, object] | None = None) -> Any:
     from testtime import registry
 
-    chosen = dict(start or {})
+    return registry.make_method(name, preset, dict(start or {}) | _pairs(settings))
+
+
+def _pairs(settings: list[str] | None) -> dict[str, object]:
+    """What --set gave, by name."""
+    chosen: dict[str, object] = {}
     for entry in settings or []:
         key, equals, value = entry.partition("=")
         if not equals:
             raise InputError(f"--set {entry}: write it as KEY=VALUE, for example --set alpha=4.")
         chosen[key.strip()] = value.strip()
-    return registry.make_method(name, preset, chosen)
+    return chosen
+
+
+def _training_images(
+    images: str | None, split: Path | None, root: Path | None, classes: str | None, file: Path | None
+) -> tuple[list[Path], list[int | None], tuple[str, ...]]:
+    """Paths, labels (None where no class is named) and class names, from folders or from a split."""
+    from testtime.coop import read_split
+    from testtime.images import find_images, labels_from_folders
+    from testtime.prompts import check_classes
+
+    if (images is None) == (split is None):
+        raise InputError("Say what to train on: a folder of images, or --split FILE --root FOLDER (one of the two).")
+    if split is None:
+        if root is not None:
+            raise InputError("--root goes with --split; it is where the paths in the split start.")
+        names = _class_names(classes, file)
+        paths = find_images(images or "", sys.stdin)
+        return paths, labels_from_folders(paths, names), names
+    paths, called = read_split(split, root or split.parent)
+    given = classes is not None or file is not None
+    names = _class_names(classes, file) if given else check_classes(list(dict.fromkeys(called)))
+    # a class's name reads as a folder of that name would
+    return paths, labels_from_folders([Path(name) / "image" for name in called], names), names
 
 
 def _class_names(classes: str | None, file: Path | None) -> tuple[str, ...]:
@@ -350,11 +516,17 @@ def _class_names(classes: str | None, file: Path | None) -> tuple[str, ...]:
     raise InputError("Say what to tell apart: --classes cat,dog,fox or --classes-file FILE (one of the two).")
 
 
-def _task(encoder: Any, names: tuple[str, ...], templates: list[str] | None, descriptions: Path | None) -> Any:
+def _task(
+    encoder: Any,
+    names: tuple[str, ...],
+    templates: list[str] | None,
+    descriptions: Path | None,
+    prompts: str | None = None,
+) -> Any:
     from testtime.prompts import build_task
 
     one = templates[0] if templates and len(templates) == 1 else templates  # one may be the name of a set
-    return build_task(encoder, names, templates=one, descriptions=descriptions)
+    return build_task(encoder, names, templates=one, descriptions=descriptions, prompts=prompts)
 
 
 def _style(style: str | None, output: Path | None) -> str:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import hashlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from testtime.features import save_features, write_index
+from testtime.features import Features, save_features, write_index
 from testtime.images import read_image
 from testtime.types import Encoder, ImageError, InputError, Task
 from testtime.views import views as make_views
@@ -42,6 +43,7 @@ def encode(
     shard: int | None = None,
     dataset: str = "",
     batch: int = 32,
+    resume: bool = False,
     on_skip: Callable[[str], None] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> int:
@@ -49,56 +51,87 @@ def encode(
 
     `out` is one file, or, with `shard` images to each, a folder of them. The views of image i depend on (seed, i)
     alone, i counting every path given, readable or not. Labels are kept where every image has one. An image that
-    cannot be read goes to `on_skip` as one line; without it, the error is raised.
+    cannot be read goes to `on_skip` as one line; without it, the error is raised. With `resume`, shards that an
+    interrupted run of the same images has finished are kept.
     """
     if shard is not None and shard < 1:
         raise InputError(f"shard={shard}: at least one image to a shard.")
     out = Path(out)
     known = torch.tensor(labels) if labels is not None and None not in labels else None
     facts = {"encoder": encoder.name, "dataset": dataset, "seed": str(seed), "augmix": str(augmix).lower()}
-    names: list[str] = []
+    total, names = 0, []
+    for begin in range(0, len(paths), shard or len(paths)):
+        part = range(begin, min(begin + (shard or len(paths)), len(paths)))
+        # the name says which images, so a shard left by another run over other images is never taken for ours
+        mark = hashlib.sha256("\n".join(str(paths[i]) for i in part).encode()).hexdigest()[:8]
+        name = f"features-{begin:08d}-{mark}.safetensors"
+        path = out if shard is None else out / name
+        if resume and shard is not None and (count := _finished(path, facts, views, task)) is not None:
+            total += count
+        else:
+            features, kept = _encode_part(encoder, paths, part, views, seed, augmix, batch, on_skip, progress)
+            count = len(kept)
+            total += count
+            if kept:
+                save_features(
+                    path,
+                    features.to(dtype),
+                    task.text,
+                    labels=None if known is None else known[kept],
+                    classnames=task.classnames,
+                    scale=task.scale,
+                    metadata=facts,
+                )
+        if count:
+            names.append(name)
+        if progress:
+            progress(part.stop)
+    if total == 0:
+        raise InputError(f"None of the {len(paths)} images could be read, so there is nothing to write to {out}.")
+    if shard is not None:
+        write_index(out, names)
+    return total
+
+
+def _encode_part(
+    encoder: Encoder,
+    paths: Sequence[Path],
+    part: range,
+    views: int,
+    seed: int,
+    augmix: bool,
+    batch: int,
+    on_skip: Callable[[str], None] | None,
+    progress: Callable[[int], None] | None,
+) -> tuple[Tensor, list[int]]:
+    """Features (n, V, D) of the readable images of a part, and their indices."""
     features: list[Tensor] = []
     kept: list[int] = []
-    total = 0
-
-    def flush() -> None:
-        names.append(f"features-{len(names):05d}.safetensors")
-        save_features(
-            out if shard is None else out / names[-1],
-            torch.cat(features).to(dtype),
-            task.text,
-            labels=None if known is None else known[kept],
-            classnames=task.classnames,
-            scale=task.scale,
-            metadata=facts,
-        )
-        features.clear()
-        kept.clear()
-
-    def readable(start: int) -> Iterator[tuple[int, Any]]:
-        for index in range(start, min(start + batch, len(paths))):
+    for start in part[::batch]:
+        indices: list[int] = []
+        images: list[Any] = []
+        for index in range(start, min(start + batch, part.stop)):
             try:
-                yield index, read_image(paths[index])
+                images.append(read_image(paths[index]))
+                indices.append(index)
             except ImageError as error:
                 if on_skip is None:
                     raise
                 on_skip(str(error))
-
-    for start in range(0, len(paths), batch):
-        good = list(readable(start))
-        if good:
-            indices, images = zip(*good, strict=True)
+        if images:
             features.append(encode_views(encoder, images, indices, views=views, seed=seed, augmix=augmix).cpu())
             kept.extend(indices)
-            total += len(good)
-        if shard is not None and len(kept) >= shard:
-            flush()
         if progress:
-            progress(min(start + batch, len(paths)))
-    if total == 0:
-        raise InputError(f"None of the {len(paths)} images could be read, so there is nothing to write to {out}.")
-    if kept:
-        flush()
-    if shard is not None:
-        write_index(out, names)
-    return total
+            progress(min(start + batch, part.stop))
+    return torch.cat(features) if features else torch.empty(0), kept
+
+
+def _finished(path: Path, facts: dict[str, str], views: int, task: Task) -> int | None:
+    """How many images a finished shard holds, if it is there and was made with the same things."""
+    if not path.exists():
+        return None
+    store = Features(path)
+    same = all(store.metadata.get(key) == value for key, value in facts.items()) and store.views == views
+    if not (same and store.classnames == task.classnames and torch.equal(store.text, task.text.cpu())):
+        raise InputError(f"{path} was made with other settings, classes or prompts; remove it, or write elsewhere.")
+    return len(store)

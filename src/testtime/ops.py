@@ -188,6 +188,36 @@ def first_step(start: Tensor, at: Prototypes, slope: Slope, adam: AdamW) -> Tens
     return result
 
 
+def learn(
+    rows: Tensor,
+    text: Tensor,
+    at_text: Prototypes,
+    visual: Tensor,
+    seen: Tensor,
+    aligned: Tensor,
+    objective: Objective,
+    adams: tuple[AdamW, AdamW],
+    steps: int,
+) -> tuple[Tensor, Tensor]:
+    """Unit text and visual prototypes (C, D) after `steps` updates of residuals on them that start at zero.
+
+    `at_text` is `text` taken apart; `adams` move the residuals of text and of visual prototypes.
+    """
+    for_text, for_visual = adams
+    if steps == 1:
+        at_visual = prototypes(visual)
+        down_text, down_visual = slopes(rows, at_text, at_visual, seen, aligned, objective)
+        return first_step(text, at_text, down_text, for_text), first_step(visual, at_visual, down_visual, for_visual)
+    d_text, d_visual = torch.zeros_like(text), torch.zeros_like(visual)
+    m_text = m_visual = None
+    for number in range(1, steps + 1):
+        at_text, at_visual = prototypes(text + d_text), prototypes(visual + d_visual)
+        by_text, by_visual = gradient(rows, at_text, at_visual, seen, aligned, objective)
+        d_text, m_text = for_text.step(d_text, by_text, m_text, number)
+        d_visual, m_visual = for_visual.step(d_visual, by_visual, m_visual, number)
+    return unit(text + d_text), unit(visual + d_visual)
+
+
 class AdamW(NamedTuple):
     """Settings of the optimiser that moves residuals. `state` is the precision its moments are kept in."""
 

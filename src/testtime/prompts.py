@@ -1,4 +1,4 @@
-"""From class names to a task: names x templates, beside descriptions in the CuPL format, ensembled."""
+"""From class names to a task: names x templates beside CuPL descriptions, ensembled; or a learned prompt."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import normalize
 
 from testtime.registry import unknown
-from testtime.types import Encoder, InputError, Task
+from testtime.types import Context, Encoder, InputError, Task
 
 TEMPLATES: dict[str, tuple[str, ...]] = {
     "single": ("a photo of a {}.",),
@@ -39,12 +39,17 @@ def build_task(
     descriptions: Descriptions | str | os.PathLike[str] | None = None,
     dtype: torch.dtype = torch.float32,
     allow_duplicates: bool = False,
+    context: bool | str = False,
+    prompts: str | None = None,
 ) -> Task:
     """The task of telling `classnames` apart, with text prototypes from the encoder.
 
     `templates` is a name in TEMPLATES ("single" if left out), or sentences with `{}` for the class; `()` for
     none. `descriptions` are sentences by class, or a JSON file of them. A prototype is the unit mean of all
     the class's unit text features, templates and sentences alike. In names, `_` reads as a space.
+    `context`, for prompt tuning, attaches the encoder's text tower behind tunable words: True for those of
+    "a photo of a", or the words themselves. `prompts`, "coop:FILE", takes learned prompt tokens in place of
+    templates, and the context then starts from them.
 
     >>> from testtime import load_encoder
     >>> task = build_task(load_encoder("tiny"), ["cat", "grand_piano"], templates="imagenet7")
@@ -52,6 +57,10 @@ def build_task(
     (torch.Size([2, 32]), ('cat', 'grand piano'))
     """
     names = check_classes(classnames, allow_duplicates)
+    if prompts is not None:
+        if templates is not None or descriptions is not None:
+            raise InputError(f"Prompts '{prompts}' are learned ones; leave out templates and descriptions, or them.")
+        return _learned_task(encoder, names, prompts, dtype)
     patterns = find_templates("single" if templates is None else templates)
     sentences = [()] * len(names) if descriptions is None else _sentences(names, _described(descriptions))
     texts = [
@@ -65,7 +74,25 @@ def build_task(
     features = encoder.encode_texts([text for group in texts for text in group])
     groups = features.double().split([len(group) for group in texts])
     prototypes = normalize(torch.stack([group.mean(dim=0) for group in groups]), dim=1)
-    return Task(prototypes.to(dtype), names, encoder.scale, encoder.name)
+    return Task(prototypes.to(dtype), names, encoder.scale, encoder.name, _context(encoder, names, context))
+
+
+def _learned_task(encoder: Encoder, names: tuple[str, ...], prompts: str, dtype: torch.dtype) -> Task:
+    kind, _, file = prompts.partition(":")
+    if kind != "coop" or not file:
+        raise InputError(f"Prompts '{prompts}': write coop:FILE, a prompt that 'testtime train-prompts' has learned.")
+    from testtime.coop import apply_prompt
+
+    text, context = apply_prompt(encoder, names, file)
+    return Task(text.to(dtype), names, encoder.scale, encoder.name, context)
+
+
+def _context(encoder: Encoder, names: Sequence[str], context: bool | str) -> Context | None:
+    if context is False:
+        return None
+    from testtime.contexts import WORDS, build_context
+
+    return build_context(encoder, names, WORDS if context is True else context)
 
 
 def find_templates(templates: str | Sequence[str]) -> tuple[str, ...]:

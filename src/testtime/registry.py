@@ -16,11 +16,16 @@ from testtime.methods.base import kinds
 from testtime.types import Method, SettingError, UnknownName
 
 METHODS = {
+    "ctpt": "testtime.methods.tpt:CTPT",
+    "difftpt": "testtime.methods.difftpt:DiffTPT",
     "dmn": "testtime.methods.dmn:DMN",
+    "dota": "testtime.methods.dota:DOTA",
     "dpe": "testtime.methods.dpe:DPE",
+    "mcp": "testtime.methods.mcp:MCP",
     "mta": "testtime.methods.mta:MTA",
     "tda": "testtime.methods.tda:TDA",
     "tps": "testtime.methods.tps:TPS",
+    "tpt": "testtime.methods.tpt:TPT",
     "zero": "testtime.methods.zero:ZERO",
     "zeroshot": "testtime.methods.zeroshot:ZeroShot",
 }

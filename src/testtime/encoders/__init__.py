@@ -19,6 +19,11 @@ class Entry(NamedTuple):
 
 
 ENCODERS = {
+    "hf": Entry(
+        "testtime.encoders.hf:load",
+        "hf:REPO_OR_PATH",
+        "CLIP, SigLIP, ALIGN, LiT through transformers (extra: testtime[hf]); a hub repository or a folder",
+    ),
     "offline": Entry(
         "testtime.encoders.offline:load",
         "offline",

@@ -14,9 +14,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import ssl
-import urllib.error
-import urllib.request
 import warnings
 import zipfile
 from collections import Counter
@@ -37,12 +34,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from testtime.encoders.hub import PATIENCE as PATIENCE
+from testtime.encoders.hub import answers as _answers
 from testtime.registry import unknown
 from testtime.types import InputError, MissingPart, UnknownName
 from testtime.views import Preprocess
 
 TEXT_BATCH = 256  # sentences encoded at once
-PATIENCE = 4.0  # seconds for a hub to answer; its own client would retry for most of a minute
 PRECISIONS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 LOOKS = ("mean", "std", "interpolation", "resize_mode")  # what a tag says of its images
 OPENAI_NUMBERS = ("input_resolution", "context_length", "vocab_size")  # beside the weights in OpenAI's files
@@ -207,21 +205,6 @@ def fetch(architecture: str, weights: str, tag: Mapping[str, str]) -> Path:
         f"Fetch {' or '.join(sources)}, and write open_clip:{model}/PATH.\n"
         "The encoder 'offline' needs no hub."
     )
-
-
-def _answers(address: str) -> bool:
-    """Whether a host answers at all within PATIENCE; any answer will do. Proxies are honoured."""
-    if constants.HF_HUB_OFFLINE:
-        return False
-    try:
-        urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=PATIENCE).close()
-    except urllib.error.HTTPError:
-        return True
-    except urllib.error.URLError as problem:
-        return isinstance(problem.reason, ssl.SSLError)  # the client may know certificates that we do not
-    except OSError:
-        return False
-    return True
 
 
 def _hub_folder(repository: str, files: Sequence[str], purpose: str) -> str:

@@ -19,6 +19,11 @@ class Base:
     name: ClassVar[str]
     summary: ClassVar[str]  # one line for `testtime list methods`
     presets: ClassVar[tuple[str, ...]] = ()  # class methods that return a configured instance
+    source: ClassVar[str] = "Not published"  # authors, title, venue
+    adapts: ClassVar[str] = "nothing"  # text, visual, both, views, or nothing
+    remembers: ClassVar[bool] = False  # whether later images meet what earlier ones taught
+    gradients: ClassVar[str] = "none"  # none, closed form, or autograd
+    needs_tower: ClassVar[bool] = False  # whether gradients pass through the text tower
 
     def __post_init__(self) -> None:
         for name, kind in kinds(type(self)).items():

@@ -44,6 +44,12 @@ class DMN(Base):
 
     name: ClassVar[str] = "dmn"
     summary: ClassVar[str] = "Dual memory networks (DMN-ZS): each image reads its own classifier from a memory"
+    source: ClassVar[str] = (
+        "Zhang, Zhu, Tang, Ma, Zhou and Zhang, Dual Memory Networks: A Versatile Adaptation Approach for "
+        "Vision-Language Models, CVPR 2024"
+    )
+    adapts: ClassVar[str] = "visual"
+    remembers: ClassVar[bool] = True
 
     memory_size: int = 50  # features kept per class; the text prototype is one more
     fusion_memory: float = 1.0  # both classifiers count alike: without labels nothing says which is better

@@ -82,6 +82,13 @@ class DPE(Base):
 
     name: ClassVar[str] = "dpe"
     summary: ClassVar[str] = "Dual prototype evolving: text and visual prototypes, nudged by per-image residuals"
+    source: ClassVar[str] = (
+        "Zhang, Stepputtis, Sycara and Xie, Dual Prototype Evolving for Test-Time Generalization of "
+        "Vision-Language Models, NeurIPS 2024"
+    )
+    adapts: ClassVar[str] = "both"
+    remembers: ClassVar[bool] = True
+    gradients: ClassVar[str] = "closed form"
     presets: ClassVar[tuple[str, ...]] = ("released", "paper")
 
     alpha: float = 6.0  # weight of the visual prototypes in the logits
@@ -250,22 +257,8 @@ class DPE(Base):
     ) -> tuple[Tensor, Tensor]:
         """Unit text and visual prototypes (C, D) after `steps` updates of residuals that start at zero."""
         adam = ops.AdamW(0.0, self.adamw_eps, self.adamw_betas, self.adamw_weight_decay, self.adam_state)
-        for_text, for_visual = adam._replace(lr=self.lr_text), adam._replace(lr=self.lr_image)
-        if self.steps == 1:
-            at_visual = ops.prototypes(visual)
-            down_text, down_visual = ops.slopes(rows, at_text, at_visual, seen, aligned, objective)
-            return (
-                ops.first_step(text, at_text, down_text, for_text),
-                ops.first_step(visual, at_visual, down_visual, for_visual),
-            )
-        d_text, d_visual = torch.zeros_like(text), torch.zeros_like(visual)
-        m_text = m_visual = None
-        for number in range(1, self.steps + 1):
-            at_text, at_visual = ops.prototypes(text + d_text), ops.prototypes(visual + d_visual)
-            by_text, by_visual = ops.gradient(rows, at_text, at_visual, seen, aligned, objective)
-            d_text, m_text = for_text.step(d_text, by_text, m_text, number)
-            d_visual, m_visual = for_visual.step(d_visual, by_visual, m_visual, number)
-        return ops.unit(text + d_text), ops.unit(visual + d_visual)
+        adams = adam._replace(lr=self.lr_text), adam._replace(lr=self.lr_image)
+        return ops.learn(rows, text, at_text, visual, seen, aligned, objective, adams, self.steps)
 
     def _evolve(self, state: State, adapted: Tensor, accepted: Tensor) -> tuple[Tensor, Tensor]:
         """The text prototypes and the count of updates, where `accepted` () says so."""

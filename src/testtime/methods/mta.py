@@ -51,6 +51,11 @@ class MTA(Base):
 
     name: ClassVar[str] = "mta"
     summary: ClassVar[str] = "Mean shift over the views, with inlierness scores; learns nothing"
+    source: ClassVar[str] = (
+        "Zanella and Ben Ayed, On the Test-Time Zero-Shot Generalization of Vision-Language Models: Do We "
+        "Really Need Prompt Learning?, CVPR 2024"
+    )
+    adapts: ClassVar[str] = "visual"
 
     lambda_y: float = 0.2  # weight of the entropy barrier: higher makes inlierness more even
     lambda_q: float = 4.0  # weight of the agreement between views of like predictions

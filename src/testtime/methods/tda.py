@@ -46,6 +46,11 @@ class TDA(Base):
 
     name: ClassVar[str] = "tda"
     summary: ClassVar[str] = "Training-free dynamic adapter: a cache of what images are, and one of what they are not"
+    source: ClassVar[str] = (
+        "Karmanov, Guan, Lu, El Saddik and Xing, Efficient Test-Time Adaptation of Vision-Language Models, CVPR 2024"
+    )
+    adapts: ClassVar[str] = "visual"
+    remembers: ClassVar[bool] = True
 
     pos_alpha: float = 2.0  # weight of the positive cache in the logits
     pos_beta: float = 5.0  # how sharply that weight falls with distance

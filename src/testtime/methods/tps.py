@@ -51,6 +51,12 @@ class TPS(Base):
 
     name: ClassVar[str] = "tps"
     summary: ClassVar[str] = "Test-time prototype shifting: one step per image on the class prototypes themselves"
+    source: ClassVar[str] = (
+        "Sui, Wang and Yeung-Levy, Just Shift It: Test-Time Prototype Shifting for Zero-Shot Generalization "
+        "with Vision-Language Models, WACV 2025"
+    )
+    adapts: ClassVar[str] = "text"
+    gradients: ClassVar[str] = "closed form"
 
     lr: float = 5e-3  # about the size of one coordinate's change: AdamW's first step is nearly a sign
     steps: int = 1  # more gain little and cost as much each

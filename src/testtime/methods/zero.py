@@ -63,6 +63,10 @@ class ZERO(Base):
 
     name: ClassVar[str] = "zero"
     summary: ClassVar[str] = "Zero temperature: every confident view casts one vote; learns nothing"
+    source: ClassVar[str] = (
+        "Farina, Franchi, Iacca, Mancini and Ricci, Frustratingly Easy Test-Time Adaptation of "
+        "Vision-Language Models, NeurIPS 2024"
+    )
 
     gamma: float = 0.3  # fraction of the views that vote
     # A number makes votes soft: softmax of the cosines over it. Under half-precision autocast the released

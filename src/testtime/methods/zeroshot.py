@@ -33,6 +33,9 @@ class ZeroShot(Base):
 
     name: ClassVar[str] = "zeroshot"
     summary: ClassVar[str] = "The frozen model: scaled cosine to the text prototypes; learns nothing"
+    source: ClassVar[str] = (
+        "Radford et al., Learning Transferable Visual Models From Natural Language Supervision, ICML 2021"
+    )
 
     def init(self, task: Task) -> State:
         return State()

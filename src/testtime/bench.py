@@ -1,0 +1,185 @@
+"""Experiments as tables: every system over one dataset, cell by cell, going on where an earlier run stopped.
+
+A cell is one system's run, a JSON file in the output folder, written whole when the run is done. Features are
+encoded once, in shards. Whatever was finished is not done again.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from testtime import __version__, registry
+from testtime.datasets import Dataset
+from testtime.encode import encode
+from testtime.engine import Session
+from testtime.features import Features
+from testtime.files import write_atomic
+from testtime.memory import Peak
+from testtime.methods.base import leaves
+from testtime.prompts import build_task
+from testtime.types import Encoder, InputError, MissingPart, Task
+
+SHARD = 256  # images; an interrupt loses at most these
+
+
+class System(NamedTuple):
+    """One row of the table of systems."""
+
+    name: str
+    method: str
+    templates: str = "single"
+    coop: bool = False  # text prototypes from prompts learned on the training part
+
+
+SYSTEMS = (
+    System("zero-shot", "zeroshot"),
+    System("ensemble", "zeroshot", "imagenet7"),
+    System("CoOp", "zeroshot", coop=True),
+    System("TPT", "tpt"),
+    System("C-TPT", "ctpt"),
+    System("TDA", "tda"),
+    System("TPS", "tps"),
+    System("DMN-ZS", "dmn"),
+    System("ZERO", "zero"),
+    System("MTA", "mta"),
+    System("DOTA", "dota"),
+    System("MCP", "mcp"),
+    System("DPE", "dpe"),
+    System("TPT + CoOp", "tpt", coop=True),
+    System("DPE + CoOp", "dpe", coop=True),
+)
+
+
+class Bench(NamedTuple):
+    """Where a bench runs, and on what."""
+
+    folder: Path
+    encoder: Encoder
+    dataset: Dataset
+    views: int = 1
+    augmix: bool = False
+    seed: int = 1
+    limit: int | None = None
+    report: Callable[[str], None] = print
+
+    def facts(self) -> dict[str, Any]:
+        """What a cell's numbers depend on, besides the system: cells of other facts are not mixed."""
+        return {
+            "encoder": self.encoder.name,
+            "dataset": self.dataset.name,
+            "images": len(self.dataset) if self.limit is None else min(self.limit, len(self.dataset)),
+            "classes": len(self.dataset.classnames),
+            "views": self.views,
+            "augmix": self.augmix,
+            "seed": self.seed,
+        }
+
+    def features(self) -> Features:
+        """The dataset's features, encoded once; an interrupted encoding goes on at its last shard."""
+        store = self.folder / "features"
+        dataset = self.dataset
+        task = build_task(self.encoder, dataset.classnames, allow_duplicates=True)
+        encode(
+            self.encoder,
+            task,
+            list(dataset.paths),
+            store,
+            labels=list(dataset.labels),
+            views=self.views,
+            augmix=self.augmix,
+            seed=self.seed,
+            shard=SHARD,
+            dataset=dataset.name,
+            resume=True,
+            on_skip=lambda line: self.report(f"skipped {line}"),
+            progress=lambda done: self.report(f"encoded {done} of {len(dataset)}"),
+        )
+        return Features(store)
+
+
+def run_systems(bench: Bench, systems: Sequence[System] = SYSTEMS, prompts: Path | None = None) -> list[dict[str, Any]]:
+    """One row per system that the encoder supports; a system that cannot run says why in its row.
+
+    `prompts` are learned prompts (CoOp); without them, the systems that need them are left out with a reason.
+    """
+    _same_facts(bench)
+    store = bench.features()
+    rows = []
+    for system in systems:
+        cell = bench.folder / "cells" / f"{system.name.lower().replace(' ', '')}.json"
+        if cell.exists():
+            row = json.loads(cell.read_text())
+            bench.report(f"{system.name}: done before")
+        else:
+            row = _run(bench, store, system, prompts)
+            if "skipped" not in row:  # what is missing may be there next time
+                write_atomic(cell, json.dumps(row, indent=1) + "\n")
+            bench.report(f"{system.name}: {row.get('skipped') or format(100 * row['accuracy'], '.2f') + '%'}")
+        rows.append(row)
+    return rows
+
+
+def _run(bench: Bench, store: Features, system: System, prompts: Path | None) -> dict[str, Any]:
+    head = {"system": system.name, "method": system.method}
+    try:
+        task = _task(bench, system, prompts)
+        session = Session(task, system.method)
+    except MissingPart as reason:
+        return head | {"skipped": str(reason)}
+    if store.labels is None:
+        raise InputError(f"{store.path} has no labels to score with.")
+    order = torch.randperm(len(store), generator=torch.Generator().manual_seed(bench.seed))[: bench.limit]
+    correct, seconds = 0, 0.0
+    with Peak() as peak:
+        for chunk, rows in zip(store.chunks(order.tolist(), size=64), order.split(64), strict=True):
+            start = time.perf_counter()
+            predictions = session.scan(chunk.to(task.text.device)).argmax(1).cpu()
+            seconds += time.perf_counter() - start
+            correct += int((predictions == store.labels[rows]).sum())
+    return head | {
+        "accuracy": correct / len(order),
+        "images": len(order),
+        "milliseconds": 1000 * seconds / len(order),
+        "peak_megabytes": peak.megabytes,
+        "state_megabytes": sum(leaf.nbytes for leaf in leaves(session.state)) / 1e6,
+        "templates": "learned (CoOp)" if system.coop else system.templates,
+        "settings": registry.settings_of(session.method),
+        "version": __version__,
+        "torch": torch.__version__,
+        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
+    }
+
+
+def _task(bench: Bench, system: System, prompts: Path | None) -> Task:
+    names = bench.dataset.classnames
+    tuned = system.method in ("tpt", "ctpt", "difftpt")
+    if system.coop:
+        if prompts is None:
+            raise MissingPart("needs learned prompts: give --prompts FILE, made by 'testtime train-prompts'")
+        return build_task(bench.encoder, names, prompts=f"coop:{prompts}", allow_duplicates=True)
+    return build_task(bench.encoder, names, templates=system.templates, context=tuned, allow_duplicates=True)
+
+
+def _same_facts(bench: Bench) -> None:
+    """Refuse to go on in a folder whose cells were made from something else."""
+    path = bench.folder / "bench.json"
+    facts = bench.facts()
+    if not path.exists():
+        write_atomic(path, json.dumps(facts, indent=1) + "\n")
+        return
+    try:
+        before = json.loads(path.read_text())
+    except ValueError:
+        raise InputError(f"{path} is damaged; remove {bench.folder} or give another --out.") from None
+    if different := [key for key in facts if before.get(key) != facts[key]]:
+        key = different[0]
+        raise InputError(
+            f"{bench.folder} holds a bench of {key} {before.get(key)}, this one is of {facts[key]}; give another --out."
+        )

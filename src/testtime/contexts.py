@@ -1,0 +1,314 @@
+"""Contexts: prompts whose first words are free vectors, through an encoder's own text tower to prototypes.
+
+A prompt is what the tokenizer makes of "a photo of a NAME.", with the vectors of "a photo of a" replaced by tokens
+that a method may move (Zhou et al., "Learning to Prompt for Vision-Language Models", IJCV 2022). The tower is
+frozen: gradients reach the tokens and nothing else.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from testtime.ops import unit
+from testtime.prompts import check_classes
+from testtime.types import Context, Encoder, InputError, MissingPart
+
+WORDS = "a photo of a"
+CHUNK = 128  # prompts that pass the tower at once
+
+
+def build_context(encoder: Encoder, classnames: Sequence[str], words: str = WORDS, chunk: int = CHUNK) -> Context:
+    """Prompts "`words` NAME." of all classes as a function of the vectors of `words`.
+
+    `chunk` prompts pass the tower at a time; see `SoftPrompts` for what that costs. An encoder without a text
+    tower that gradients can pass is a MissingPart.
+
+    >>> from testtime import load_encoder
+    >>> context = build_context(load_encoder("tiny"), ["cat", "dog", "grand_piano"])
+    >>> context.start.shape, context(context.start).shape
+    (torch.Size([4, 64]), torch.Size([3, 32]))
+    """
+    from testtime.encoders.offline import Offline
+
+    names = check_classes(classnames, allow_duplicates=True)
+    words = " ".join(words.split())
+    if isinstance(encoder, Offline):
+        return _offline(encoder, names, words, chunk)
+
+    from testtime.encoders.clip import OpenClip
+
+    if isinstance(encoder, OpenClip):
+        return _open_clip(encoder, names, words, chunk)
+    raise MissingPart(
+        f"Encoder '{encoder.name}' offers no text tower that gradients can pass, which prompt tuning needs. "
+        "Use open_clip:MODEL/PRETRAINED or offline."
+    )
+
+
+class SoftPrompts:
+    """One prompt a class, with n vectors in it that are free; a `Context`.
+
+    `tower` maps embedded prompts (R, L, width) and their token ids (R, L) to features (R, D) of any length.
+    `embedded` (C, L, width) and `ids` (C, L) are the prompts of the classes; tokens stand in for the positions from
+    `first` on. A call computes in the dtype and on the device of its tokens, with a copy of the tower where the
+    encoder's own is elsewhere or in another precision; copies are kept.
+
+    Memory: prompts pass the tower `chunk` at a time. Under gradients, where there are several chunks, only tokens
+    and results are kept, and each chunk is computed again on the way back. So the peak is the activations of one
+    chunk, about 12 * chunk * L * layers * width numbers, whatever C and B are, plus results (B, C, D). For CLIP's
+    ViT-B/16 (12 layers, 512 wide) and 128 prompts that is 0.6 GB in float32 at 16 tokens a prompt, 2.9 GB at all 77.
+    """
+
+    def __init__(
+        self,
+        tower: nn.Module,
+        embedded: Tensor,
+        ids: Tensor,
+        start: Tensor,
+        first: int,
+        chunk: int = CHUNK,
+    ) -> None:
+        if chunk < 1:
+            raise InputError(f"chunk={chunk}: at least one prompt at a time.")
+        self.start = start  # (n, width)
+        self.chunk = chunk
+        self._ids = ids
+        self._first = first
+        self._own = tower.eval().requires_grad_(False), embedded
+        self._made: dict[tuple[torch.device, torch.dtype], tuple[nn.Module, Tensor, Tensor]] = {}
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """Unit prototypes of prompts that begin with `tokens`: (n, width) -> (C, D), or (B, n, width) -> (B, C, D)."""
+        self._check(tokens, 2 if tokens.ndim == 2 else 3)
+        sets = tokens if tokens.ndim == 3 else tokens[None]
+        classes = torch.arange(len(self._ids), device=tokens.device)
+        which = torch.arange(len(sets), device=tokens.device)
+        rows = self._prototypes(sets, which.repeat_interleave(len(classes)), classes.repeat(len(sets)))
+        prototypes = rows.unflatten(0, (len(sets), len(classes)))
+        return prototypes if tokens.ndim == 3 else prototypes[0]
+
+    def by_class(self, tokens: Tensor) -> Tensor:
+        """Unit prototypes where every class has tokens of its own: (C, n, width) -> (C, D)."""
+        self._check(tokens, 3)
+        if len(tokens) != len(self._ids):
+            raise InputError(f"Tokens for {len(tokens)} classes, where there are {len(self._ids)}.")
+        classes = torch.arange(len(self._ids), device=tokens.device)
+        return self._prototypes(tokens, classes, classes)
+
+    def _check(self, tokens: Tensor, ndim: int) -> None:
+        if tokens.ndim != ndim or tokens.shape[-2:] != self.start.shape:
+            raise InputError(
+                f"Context tokens must be {' x '.join(map(str, self.start.shape))}, as many as there are words in the "
+                f"prompt this was built with; got {tuple(tokens.shape)}."
+            )
+
+    def _prototypes(self, sets: Tensor, which: Tensor, classes: Tensor) -> Tensor:
+        """Unit rows (R, D): row r is the prompt of class `classes[r]` with the tokens `sets[which[r]]`."""
+        parts = self._at(sets)
+        pairs = list(zip(which.split(self.chunk), classes.split(self.chunk), strict=True))
+        # a single chunk is kept whole: computing it again would save nothing
+        again = len(pairs) > 1 and torch.is_grad_enabled() and sets.requires_grad
+        rows = [
+            checkpoint(self._rows, parts, sets, *pair, use_reentrant=False, preserve_rng_state=False)
+            if again
+            else self._rows(parts, sets, *pair)
+            for pair in pairs
+        ]
+        return torch.cat(rows)
+
+    def _rows(self, parts: tuple[nn.Module, Tensor, Tensor], sets: Tensor, which: Tensor, classes: Tensor) -> Tensor:
+        tower, embedded, ids = parts
+        fixed = embedded[classes]
+        stop = self._first + sets.shape[1]
+        # one set of tokens is repeated, several are picked: the same rows, but the sum on the way back is cheaper
+        free = sets.expand(len(which), -1, -1) if len(sets) == 1 else sets[which]
+        prompts = torch.cat([fixed[:, : self._first], free, fixed[:, stop:]], dim=1)
+        return unit(tower(prompts, ids[classes]))
+
+    def _at(self, like: Tensor) -> tuple[nn.Module, Tensor, Tensor]:
+        """Tower, embedded prompts and ids on the device and in the dtype of `like`."""
+        place = like.device, like.dtype
+        if place not in self._made:
+            tower, embedded = self._own
+            with torch.inference_mode(False):  # tensors born in inference mode could never carry gradients
+                weight = next(tower.parameters())
+                if (weight.device, weight.dtype) != place:
+                    tower = copy.deepcopy(tower).to(*place).requires_grad_(False)
+                self._made[place] = tower, embedded.to(*place), self._ids.to(like.device)
+        return self._made[place]
+
+
+# CLIP and its kin
+
+
+class OpenClipTower(nn.Module):
+    """The text transformer of an open_clip model, from embedded tokens on; the modules are the model's own."""
+
+    def __init__(self, text: Any, pool: str, eos: int) -> None:
+        super().__init__()
+        self.transformer = text.transformer
+        self.ln_final = text.ln_final
+        self.projection = text.text_projection  # (width, D), a linear layer, or none
+        self.positions = text.positional_embedding  # (longest, width)
+        self.pool, self.eos = pool, eos
+        self.last = getattr(text, "cls_emb", None)  # CoCa: a learned token after all others, pooled from
+        mask = getattr(text, "attn_mask", None)
+        self.mask: Tensor | None
+        self.register_buffer("mask", None if mask is None else mask.detach().clone(), persistent=False)
+        self.hides_padding = getattr(text, "use_pad_mask", False) or self.last is not None
+        self.padding, self.heads = getattr(text, "pad_id", 0), getattr(text, "heads", 1)
+        self.corrected = getattr(text, "correct_cls_mask", False)
+
+    def needed(self, ids: Tensor) -> int:
+        """How many tokens of the prompts (C, L) can reach the result: up to the end of text, where all look back."""
+        if self.mask is None or self.last is not None or self.pool not in ("argmax", "eos"):
+            return ids.shape[1]
+        return int(self._end(ids).max()) + 1
+
+    def forward(self, prompts: Tensor, ids: Tensor) -> Tensor:
+        """Features (R, D) of embedded prompts (R, L, width) with ids (R, L)."""
+        if self.last is not None:
+            prompts = torch.cat([prompts, self.last.expand(len(prompts), 1, -1)], dim=1)
+        length = prompts.shape[1]
+        mask = None if self.mask is None else self.mask[:length, :length]
+        if self.hides_padding:
+            hidden_keys = self._padding_mask(ids, prompts)
+            mask = hidden_keys if mask is None else mask[None] + hidden_keys
+        hidden = self.transformer(prompts + self.positions[:length], attn_mask=mask)
+        # the norm acts token by token, so it may come after the pooling
+        features = self.ln_final(self._pooled(hidden, ids))
+        if isinstance(self.projection, nn.Linear):
+            return self.projection(features)
+        return features if self.projection is None else features @ self.projection
+
+    def _padding_mask(self, ids: Tensor, prompts: Tensor) -> Tensor:
+        """What keeps prompts (R, L, width) from looking at padding: (R * heads, L, L) of 0 and -inf."""
+        valid = ids != self.padding
+        if self.last is not None:
+            always = torch.ones_like(valid[:, :1])
+            # CoCa's published weights were trained with the mask one place off
+            valid = torch.cat([valid, always] if self.corrected else [always, valid], dim=1)
+        mask = prompts.new_zeros(valid.shape).masked_fill_(~valid, float("-inf"))
+        return mask[:, None].expand(-1, prompts.shape[1], -1).repeat_interleave(self.heads, dim=0)
+
+    def _pooled(self, hidden: Tensor, ids: Tensor) -> Tensor:
+        if self.last is not None or self.pool == "last":
+            return hidden[:, -1]
+        if self.pool == "first":
+            return hidden[:, 0]
+        return hidden[torch.arange(len(hidden), device=hidden.device), self._end(ids)]
+
+    def _end(self, ids: Tensor) -> Tensor:
+        """Where each text ends; with "argmax" its mark is the largest id."""
+        return ids.argmax(1) if self.pool == "argmax" else ids.eq(self.eos).int().argmax(1)
+
+
+def stored_context(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], chunk: int = CHUNK) -> Context:
+    """The context of a feature file that carries a text tower of its own, as stored runs of TPT do.
+
+    `tensors` are the tower under `clip.*` (OpenAI's names), `tokens` (C, L), the prompts in its own vocabulary, and
+    `ctx_init` (n, width), which stands after the first token; `metadata` says `hp.text_heads`.
+    """
+    from open_clip.transformer import QuickGELU, TextTransformer
+
+    weights = {name.removeprefix("clip."): t for name, t in tensors.items() if name.startswith("clip.")}
+    missing = {"tokens", "ctx_init"} - set(tensors) | {"hp.text_heads"} - set(metadata)
+    table = weights.get("token_embedding.weight")
+    if missing or table is None:
+        what = sorted(missing) or ["clip.token_embedding.weight"]
+        raise MissingPart(f"This file carries no whole text tower, which prompt tuning needs; it lacks {what[0]!r}.")
+    activation = metadata.get("hp.activation", "quickgelu")
+    if activation not in ("quickgelu", "gelu"):
+        raise MissingPart(
+            f"The stored text tower's activation '{activation}' is unknown; quickgelu and gelu are known."
+        )
+    with torch.random.fork_rng(devices=[]), torch.inference_mode(False):
+        text = TextTransformer(
+            context_length=len(weights["positional_embedding"]),
+            vocab_size=len(table),
+            width=table.shape[1],
+            heads=int(metadata["hp.text_heads"]),
+            layers=sum(name.endswith(".ln_1.weight") for name in weights),
+            output_dim=weights["text_projection"].shape[1],
+            act_layer=QuickGELU if activation == "quickgelu" else nn.GELU,
+        )
+    text.load_state_dict({name: value for name, value in weights.items() if name != "logit_scale"})
+    tower = OpenClipTower(text, "argmax", 0)
+    ids = tensors["tokens"][:, : tower.needed(tensors["tokens"])]
+    return SoftPrompts(tower, table[ids], ids, tensors["ctx_init"], 1, chunk)
+
+
+def _open_clip(encoder: Any, names: Sequence[str], words: str, chunk: int) -> SoftPrompts:
+    model = encoder.model
+    if hasattr(model, "token_embedding"):  # CLIP: the text tower's parts are the model's own
+        text, pool, eos = model, model.text_pool_type, getattr(model, "text_eos_id", 0)
+    elif hasattr(getattr(model, "text", None), "token_embedding"):
+        text, pool, eos = model.text, model.text.pool_type, getattr(model.text, "eos_id", 0)
+    else:
+        text, pool, eos = None, "none", 0
+    if text is None or pool not in ("argmax", "eos", "first", "last"):
+        raise MissingPart(
+            f"The text tower of '{encoder.name}' is not open_clip's own, and prompt tuning cannot get at its tokens. "
+            "Use a model such as open_clip:ViT-B-16/openai."
+        )
+    ids = encoder.tokenizer([f"{words} {name}." for name in names]).to(encoder.device)  # (C, context length)
+    alone, empty = encoder.tokenizer([words, ""]).to(encoder.device)
+    first, stop = _span(ids, alone, empty, words)
+    tower = OpenClipTower(text, pool, eos)
+    ids = ids[:, : tower.needed(ids)]
+    with torch.inference_mode(False), torch.no_grad():
+        embedded = text.token_embedding(ids).float()
+    return SoftPrompts(tower, embedded, ids, embedded[0, first:stop].clone(), first, chunk)
+
+
+def _span(ids: Tensor, alone: Tensor, empty: Tensor, words: str) -> tuple[int, int]:
+    """Where the tokens of `words` begin and end in all prompts (C, L), from those of `words` alone and of no text."""
+    first = _agree(empty, alone)
+    stop = min(_agree(row, alone) for row in ids)
+    if stop <= first:
+        raise InputError(f"The context words {words!r} leave no tokens to tune; give some, as in {WORDS!r}.")
+    return first, stop
+
+
+def _agree(one: Tensor, other: Tensor) -> int:
+    """How many leading tokens two texts share."""
+    length = min(len(one), len(other))
+    return int((one[:length] == other[:length]).int().cumprod(0).sum())
+
+
+# the offline encoder
+
+
+class MeanTower(nn.Module):
+    """A BERT from embedded tokens on, averaged over a text's tokens, with `zeros` columns after it."""
+
+    def __init__(self, language: nn.Module, padding: int, zeros: int) -> None:
+        super().__init__()
+        self.language = language
+        self.padding, self.zeros = padding, zeros
+
+    def forward(self, prompts: Tensor, ids: Tensor) -> Tensor:
+        """Features (R, D) of embedded prompts (R, L, width) with ids (R, L)."""
+        mask = ids != self.padding
+        hidden = self.language(inputs_embeds=prompts, attention_mask=mask.long()).last_hidden_state
+        mean = (hidden * mask[..., None]).sum(1)  # unnormalised: only its direction counts
+        return nn.functional.pad(mean, (0, self.zeros))
+
+
+def _offline(encoder: Any, names: Sequence[str], words: str, chunk: int) -> SoftPrompts:
+    texts = [f"{words} {name}." for name in names]
+    rows = [text.ids for text in encoder.tokenizer.encode_batch([*texts, words, ""])]  # padded to the longest
+    *ids, alone, empty = torch.tensor(rows, device=encoder.device)
+    prompts = torch.stack(ids)
+    first, stop = _span(prompts, alone, empty, words)
+    padding = encoder.tokenizer.padding["pad_id"]
+    tower = MeanTower(encoder.language, padding, encoder.dim - encoder.width)
+    with torch.inference_mode(False), torch.no_grad():
+        embedded = encoder.language.get_input_embeddings()(prompts).float()
+    return SoftPrompts(tower, embedded, prompts, embedded[0, first:stop].clone(), first, chunk)

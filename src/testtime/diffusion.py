@@ -1,0 +1,157 @@
+"""Diffusion views: variations of an image beside its crops, for DiffTPT.
+
+    variations = FolderVariations("variations/")         # made earlier, one folder an image
+    views = diffusion_views(encoder, image, variations)  # (127, D): the image, 63 crops, 63 variations
+    session.step(views)
+
+Where variations come from is a small protocol; a function of your own will do.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from testtime.encode import encode_views
+from testtime.images import IMAGE_SUFFIXES, read_image
+from testtime.types import Encoder, InputError, MissingPart
+from testtime.views import clean
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+WEIGHTS = "lambdalabs/sd-image-variations-diffusers"  # what the paper generated with
+SIDE = 224  # pixels that its image encoder sees
+MEAN, DEVIATION = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # CLIP's
+
+
+class Variations(Protocol):
+    """Where an image's variations come from."""
+
+    def __call__(self, image: Image, count: int, seed: int) -> list[Image]:
+        """`count` images that show what `image` shows, in RGB; the same arguments, the same images."""
+
+
+class FolderVariations:
+    """Ready-made variations: of `dog1.jpg`, the images in `root/dog1/`, sorted by name, the first `count` of them.
+
+    An image says where it is from in `info["path"]`, as those that `testtime.folder` reads do.
+    """
+
+    def __init__(self, root: str | Path) -> None:
+        self.root = Path(root)
+        if not self.root.is_dir():
+            raise InputError(f"No folder of variations '{root}'; it holds one folder for each image.")
+
+    def __call__(self, image: Image, count: int, seed: int) -> list[Image]:
+        if "path" not in image.info:
+            raise InputError("This image has no path, so its variations cannot be found; read it with read_image.")
+        place = self.root / Path(image.info["path"]).stem
+        found = sorted(p for p in place.glob("*") if p.suffix.lower() in IMAGE_SUFFIXES) if place.is_dir() else []
+        if len(found) < count:
+            raise InputError(f"'{place}' holds {len(found)} variations of '{image.info['path']}', {count} are needed.")
+        return [read_image(path) for path in found[:count]]
+
+
+class DiffusersVariations:
+    """Variations by Stable Diffusion through `diffusers` (extra: testtime[diffusion]); a GPU is all but needed.
+
+    `weights` is a folder or a repository on the hub, `revision` one of its versions. The guidance is the paper's;
+    the released code drew without a seed, here `seed` decides.
+    """
+
+    def __init__(
+        self,
+        weights: str | Path = WEIGHTS,
+        revision: str | None = None,
+        *,
+        guidance: float = 3.0,
+        steps: int = 50,  # of denoising; the library's default
+        batch: int = 8,  # images drawn at once
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        if batch < 1 or steps < 1:
+            raise InputError(f"batch={batch}, steps={steps}: both must be 1 or more.")
+        self.guidance, self.steps, self.batch, self.device = guidance, steps, batch, torch.device(device)
+        pipeline = _diffusers().StableDiffusionImageVariationPipeline
+        version = {"revision": revision or ("v2.0" if str(weights) == WEIGHTS else "main")}
+        try:
+            made = pipeline.from_pretrained(str(weights), torch_dtype=dtype, **version)
+        except (OSError, ValueError) as problem:
+            reason = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
+            raise MissingPart(f"Cannot load the diffusion model '{weights}': {reason}") from None
+        self.pipeline = made.to(self.device)
+        self.pipeline.set_progress_bar_config(disable=True)
+
+    def __call__(self, image: Image, count: int, seed: int) -> list[Image]:
+        pixels = variation_pixels(image).to(self.device)
+        # one generator each, so that image i is the same however many are drawn at once
+        random = [torch.Generator(self.device).manual_seed(seed * 100_003 + i) for i in range(count)]
+        drawn: list[Image] = []
+        for start in range(0, count, self.batch):
+            some = random[start : start + self.batch]
+            drawn += self.pipeline(
+                pixels,
+                num_inference_steps=self.steps,
+                guidance_scale=self.guidance,
+                num_images_per_prompt=len(some),
+                generator=some,
+                output_type="pil",
+            ).images
+        return drawn
+
+
+def variation_pixels(image: Image) -> Tensor:
+    """An image as the variation model was trained to see it: (1, 3, 224, 224).
+
+    It was trained on images squeezed to a square without anti-aliasing, and draws worse from any others.
+    """
+    import numpy as np
+
+    pixels = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)[None].float() / 255
+    pixels = torch.nn.functional.interpolate(pixels, (SIDE, SIDE), mode="bicubic", antialias=False)
+    mean, deviation = (torch.tensor(three)[:, None, None] for three in (MEAN, DEVIATION))
+    return (pixels - mean) / deviation
+
+
+def diffusion_views(
+    encoder: Encoder,
+    image: Image,
+    variations: Variations,
+    *,
+    crops: int = 63,
+    count: int = 63,
+    seed: int = 0,
+    index: int = 0,
+    augmix: bool = False,
+) -> Tensor:
+    """Features (1 + crops + count, D) of one image: itself, its random crops, then its variations.
+
+    Crops and variations depend on (seed, index) alone.
+    """
+    if crops < 0 or count < 0:
+        raise InputError(f"crops={crops}, count={count}: both must be 0 or more.")
+    ours = encode_views(encoder, [image], [index], views=1 + crops, seed=seed, augmix=augmix)[0]
+    if not count:
+        return ours
+    # the released code makes the two numbers one by no rule; any that keeps images apart will do
+    drawn = variations(image, count, seed * 1_000_003 + index)
+    if len(drawn) != count:
+        raise InputError(f"{count} variations were asked for, and {len(drawn)} came.")
+    pixels = torch.stack([clean(one, encoder.preprocess) for one in drawn])
+    return torch.cat([ours, encoder.encode_images(pixels)])
+
+
+def _diffusers() -> Any:
+    try:
+        return import_module("diffusers")
+    except ImportError:
+        raise MissingPart(
+            "Drawing variations needs the package diffusers. Install it with: pip install 'testtime[diffusion]'; "
+            "or use FolderVariations with images drawn elsewhere."
+        ) from None

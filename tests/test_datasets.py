@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from testtime.datasets import open_dataset, read_split
+from testtime.types import InputError
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> Path:
+    for name in ("grand_piano", "cat"):
+        (tmp_path / "d" / name).mkdir(parents=True)
+        for number in range(2):
+            Image.new("RGB", (8, 8)).save(tmp_path / "d" / name / f"{number}.png")
+    return tmp_path / "d"
+
+
+def test_class_folders_give_names_and_labels_in_sorted_order(folders) -> None:
+    data = open_dataset(folders)
+    assert list(data.classnames) == ["cat", "grand piano"]
+    assert [(path.parent.name, label) for path, label in zip(data.paths, data.labels, strict=True)] == [
+        ("cat", 0), ("cat", 0), ("grand_piano", 1), ("grand_piano", 1),
+    ]  # fmt: skip
+
+
+def test_a_split_file_decides_where_there_is_one(folders) -> None:
+    rows = {"test": [["cat/1.png", 7, "cat"], ["grand_piano/0.png", 3, "grand_piano"]], "train": []}
+    images = folders / "images"
+    images.mkdir()
+    for name in ("cat", "grand_piano"):
+        (folders / name).rename(images / name)
+    (folders / "split_zhou_X.json").write_text(json.dumps(rows))
+    data = open_dataset(folders)
+    assert list(data.classnames) == ["grand piano", "cat"] and list(data.labels) == [1, 0]
+    assert all(path.exists() for path in data.paths) and len(data) == 2
+    with pytest.raises(InputError, match="'train' is empty"):
+        open_dataset(folders, "train")
+    with pytest.raises(InputError, match="no part 'val'"):
+        open_dataset(folders, "val")
+
+
+@pytest.mark.parametrize("text", ["{", "[1, 2]", '{"test": [["a", "b"]]}', '{"test": 3}'])
+def test_a_broken_split_file_is_named(folders, text) -> None:
+    (folders / "split_zhou_X.json").write_text(text)
+    with pytest.raises(InputError, match="split_zhou_X.json"):
+        open_dataset(folders)
+
+
+def test_missing_images_and_folders_are_named(folders, tmp_path) -> None:
+    with pytest.raises(InputError, match="nowhere"):
+        open_dataset(tmp_path / "nowhere")
+    (folders / "split.json").write_text('{"test": [["gone.png", 0, "a"], ["x.png", 1, "b"]]}')
+    with pytest.raises(InputError, match=r"gone\.png"):
+        read_split(folders / "split.json", folders)
+    (tmp_path / "single" / "one").mkdir(parents=True)
+    with pytest.raises(InputError, match="1 class folder"):
+        open_dataset(tmp_path / "single")
+    Image.new("RGB", (8, 8)).save(folders / "loose.png")
+    with pytest.raises(InputError, match=r"loose\.png"):
+        open_dataset(folders)
+
+
+def test_the_caltech_split_is_found_whole(data) -> None:
+    dataset = open_dataset(data / "caltech-101")
+    assert len(dataset) == 2465 and len(dataset.classnames) == 100
+    assert all(path.exists() for path in dataset.paths)

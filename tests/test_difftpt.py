@@ -1,0 +1,246 @@
+"""DiffTPT with a stand-in for the diffusion model, and where its views come from."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from functools import cache
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageOps
+from tolerances import assert_close
+
+from testtime import InputError, MissingPart, SettingError, Task, build_task, diffusion, load_encoder, ops
+from testtime.checks import check_method
+from testtime.diffusion import DiffusersVariations, FolderVariations, diffusion_views, variation_pixels
+from testtime.encode import encode_views
+from testtime.images import read_image
+from testtime.methods.difftpt import DiffTPT
+from testtime.methods.tpt import TPT, State
+from testtime.views import clean
+
+NAMES = ("cat", "dog", "fox", "grand piano", "oak tree")
+
+
+@cache
+def tiny_task(dtype: torch.dtype = torch.float64) -> Task:
+    return build_task(load_encoder("tiny"), NAMES, dtype=dtype, context=True)
+
+
+def stream_of(images: int, views: int, dtype: torch.dtype = torch.float64):
+    task, random = tiny_task(dtype), torch.Generator().manual_seed(0)
+    labels = torch.randint(len(NAMES), (images,), generator=random)
+    noise = 0.15 * torch.randn(images, views, task.dim, generator=random, dtype=torch.float64)
+    return task, ops.unit(task.text[labels][:, None] + noise).to(dtype)
+
+
+def picture(seed: int = 0, size: tuple[int, int] = (40, 48)) -> Image.Image:
+    random = np.random.default_rng(seed)
+    return Image.fromarray(random.integers(0, 256, (*size, 3), dtype=np.uint8))
+
+
+class Stand:
+    """Stands in for a diffusion model: the image, brightened at random."""
+
+    def __init__(self) -> None:
+        self.seeds: list[int] = []
+
+    def __call__(self, image: Image.Image, count: int, seed: int) -> list[Image.Image]:
+        self.seeds.append(seed)
+        random = np.random.default_rng(seed)
+        return [ImageOps.posterize(image, int(bits)) for bits in random.integers(1, 8, count)]
+
+
+def chosen_by_hand(logits: torch.Tensor, likeness: float, selection: float) -> list[int]:
+    rows = logits.tolist()
+
+    def cosine(row):
+        dot = sum(a * b for a, b in zip(row, rows[0], strict=True))
+        return dot / math.hypot(*row) / math.hypot(*rows[0])
+
+    def entropy(row):
+        p = [math.exp(x - max(row)) for x in row]
+        return -sum(x / sum(p) * math.log(x / sum(p)) for x in p)
+
+    others = sorted(range(1, len(rows)), key=lambda i: -cosine(rows[i]))
+    alike = [0, *others[: max(1, int(len(others) * likeness))]] if others else [0]
+    return sorted(alike, key=lambda i: entropy(rows[i]))[: max(1, int(len(alike) * selection))]
+
+
+@pytest.mark.parametrize("views", [1, 2, 3, 12, 127])
+def test_views_are_filtered_by_likeness_then_by_confidence(views):
+    logits = 3 * torch.randn(views, 10, generator=torch.Generator().manual_seed(views), dtype=torch.float64)
+    assert DiffTPT().select(logits).tolist() == chosen_by_hand(logits, 0.8, 0.3)
+
+
+def test_of_127_views_100_and_the_image_are_alike_and_30_tune():
+    logits = torch.randn(127, 10, generator=torch.Generator().manual_seed(0))
+    alike = DiffTPT().alike(logits)
+    assert len(alike) == 101 and alike[0] == 0 and len(set(alike.tolist())) == 101
+    assert len(DiffTPT().select(logits)) == 30
+
+
+def test_it_is_tpt_on_the_chosen_views():
+    task, stream = stream_of(3, 127)
+    for views in stream:
+        rows = DiffTPT().select(task.zero_shot(views))
+        # all of them, and the clean view in front for the prediction: TPT alone would tune on it too
+        tuned = TPT(steps=4, selection=1.0).tune(task, views[rows][None])
+        text = task.context(tuned[0])
+        logits, _ = DiffTPT().step(task, State(), views)
+        assert_close(logits, task.scale * text @ views[0], "golden")
+
+
+def test_a_variation_of_something_else_does_not_tune():
+    """A view of another class, confident as it may be, is not among the alike."""
+    random = torch.Generator().manual_seed(0)
+    logits = torch.tensor([9.0, 3, 2, 1]) + torch.randn(20, 4, generator=random)
+    logits[7] = torch.tensor([1.0, 2, 3, 30])
+    assert TPT(selection=0.3).select(logits)[0] == 7
+    assert 7 not in DiffTPT().alike(logits) and 7 not in DiffTPT().select(logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_it_keeps_every_promise(dtype):
+    check_method(DiffTPT(steps=2), *stream_of(8, 12, dtype))
+
+
+@pytest.mark.parametrize(("name", "value"), [("likeness", 0.0), ("likeness", 1.1), ("selection", 0.0), ("steps", -1)])
+def test_settings_out_of_range_are_refused_by_name_and_value(name, value):
+    with pytest.raises(SettingError) as caught:
+        DiffTPT(**{name: value})
+    assert f"{name}={value!r}" in str(caught.value)
+
+
+def test_views_are_the_image_its_crops_and_its_variations():
+    encoder, stand, image = load_encoder("tiny"), Stand(), picture()
+    views = diffusion_views(encoder, image, stand, crops=5, count=4, seed=3, index=2)
+    assert views.shape == (10, encoder.dim)
+    ours = encode_views(encoder, [image], [2], views=6, seed=3, augmix=False)[0]
+    assert_close(views[:6], ours, "arithmetic")
+    drawn = Stand()(image, 4, stand.seeds[0])
+    assert_close(
+        views[6:], encoder.encode_images(torch.stack([clean(d, encoder.preprocess) for d in drawn])), "arithmetic"
+    )
+    task = build_task(encoder, NAMES, context=True)
+    assert DiffTPT().step(task, State(), views)[0].isfinite().all()
+
+
+def test_variations_depend_on_seed_and_index_alone():
+    encoder, stand, image = load_encoder("tiny"), Stand(), picture()
+
+    def views(seed, index):
+        return diffusion_views(encoder, image, stand, crops=0, count=6, seed=seed, index=index)
+
+    assert torch.equal(views(1, 5), views(1, 5))
+    assert len({(views(s, i), stand.seeds[-1])[1] for s in (0, 1) for i in (0, 1, 2)}) == 6
+    assert len(diffusion_views(encoder, image, stand, crops=2, count=0)) == 3
+
+
+def test_too_few_variations_are_refused():
+    encoder = load_encoder("tiny")
+    with pytest.raises(InputError, match="3 variations were asked for, and 0 came"):
+        diffusion_views(encoder, picture(), lambda image, count, seed: [], crops=0, count=3)
+    with pytest.raises(InputError, match="crops=-1"):
+        diffusion_views(encoder, picture(), Stand(), crops=-1)
+
+
+def test_ready_made_variations_are_found_by_the_images_name(tmp_path):
+    picture().save(tmp_path / "dog1.jpg")
+    (tmp_path / "drawn" / "dog1").mkdir(parents=True)
+    for i in (2, 0, 1):
+        picture(10 + i).save(tmp_path / "drawn" / "dog1" / f"{i:02d}.png")
+    (tmp_path / "drawn" / "dog1" / "notes.txt").write_text("no image")
+    image, source = read_image(tmp_path / "dog1.jpg"), FolderVariations(tmp_path / "drawn")
+    found = source(image, 2, 0)
+    assert [np.array(one).tolist() for one in found] == [np.array(picture(10 + i)).tolist() for i in (0, 1)]
+    with pytest.raises(InputError, match="holds 3 variations of .*dog1.jpg', 4 are needed"):
+        source(image, 4, 0)
+    with pytest.raises(InputError, match="has no path"):
+        source(picture(), 1, 0)
+    picture().save(tmp_path / "cat.jpg")
+    with pytest.raises(InputError, match="holds 0 variations"):
+        source(read_image(tmp_path / "cat.jpg"), 1, 0)
+    with pytest.raises(InputError, match="No folder of variations"):
+        FolderVariations(tmp_path / "nowhere")
+
+
+def test_the_diffusion_model_sees_the_whole_image_squeezed_without_anti_aliasing():
+    pixels = variation_pixels(Image.new("L", (300, 100), 128))
+    assert pixels.shape == (1, 3, 224, 224)
+    grey = (128 / 255 - torch.tensor(diffusion.MEAN)) / torch.tensor(diffusion.DEVIATION)
+    assert_close(pixels.mean((0, 2, 3)), grey, "arithmetic")
+    # a dot in 100 pixels: without anti-aliasing it is met in full or missed, and never spread over a pixel as grey
+    dots = np.zeros((2240, 2240), np.uint8)
+    dots[::10, ::10] = 255
+    seen = variation_pixels(Image.fromarray(dots))[0, 0]
+    assert_close(seen, seen[0, 0].expand(224, 224), "arithmetic")
+    assert seen[0, 0] < (0.01 - diffusion.MEAN[0]) / diffusion.DEVIATION[0] - 0.01
+
+
+class Pipeline:
+    """Stands in for the library's pipeline: same names, and what it was called with."""
+
+    calls: list[dict] = []
+
+    @classmethod
+    def from_pretrained(cls, weights, **options):
+        if weights == "nowhere":
+            raise OSError("nowhere is not a local folder\nand more")
+        cls.options = {"weights": weights, **options}
+        return cls()
+
+    def to(self, device):
+        return self
+
+    def set_progress_bar_config(self, **options):
+        pass
+
+    def __call__(self, image, **options):
+        self.calls.append({"image": image, **options})
+        return type("Output", (), {"images": [picture(int(g.initial_seed()) % 1000) for g in options["generator"]]})
+
+
+@pytest.fixture
+def pipeline(monkeypatch):
+    library = type("diffusers", (), {"StableDiffusionImageVariationPipeline": Pipeline})
+    monkeypatch.setattr(diffusion, "_diffusers", lambda: library)
+    monkeypatch.setattr(Pipeline, "calls", [])
+    return Pipeline
+
+
+def test_diffusers_is_asked_with_the_papers_guidance_in_batches(pipeline):
+    source = DiffusersVariations(batch=4)
+    assert pipeline.options == {"weights": diffusion.WEIGHTS, "torch_dtype": torch.float32, "revision": "v2.0"}
+    drawn = source(picture(), 10, 5)
+    assert len(drawn) == 10
+    assert [call["num_images_per_prompt"] for call in pipeline.calls] == [4, 4, 2]
+    assert {call["guidance_scale"] for call in pipeline.calls} == {3.0}
+    assert all(call["image"].shape == (1, 3, 224, 224) for call in pipeline.calls)
+    fewer = DiffusersVariations(batch=3)(picture(), 5, 5)
+    assert all(np.array_equal(a, b) for a, b in zip(fewer, drawn, strict=False)), "however many at once"
+
+
+def test_a_diffusion_model_that_is_not_there_is_named(pipeline):
+    with pytest.raises(MissingPart, match="Cannot load the diffusion model 'nowhere': nowhere is not a local folder$"):
+        DiffusersVariations("nowhere")
+    with pytest.raises(InputError, match="batch=0"):
+        DiffusersVariations(batch=0)
+
+
+@pytest.mark.skipif(find_spec("diffusers") is not None, reason="diffusers is installed")
+def test_without_diffusers_the_way_out_is_named():
+    with pytest.raises(MissingPart, match=r"pip install 'testtime\[diffusion\]'; or use FolderVariations"):
+        DiffusersVariations()
+
+
+@pytest.mark.skipif(find_spec("diffusers") is None, reason="needs testtime[diffusion]: no diffusers")
+def test_the_library_takes_what_we_pass(pipeline):
+    from diffusers import StableDiffusionImageVariationPipeline as real
+
+    DiffusersVariations()(picture(), 1, 0)
+    accepted = inspect.signature(real.__call__).parameters
+    assert set(pipeline.calls[0]) <= set(accepted)
