@@ -159,7 +159,7 @@ def _run(bench: Bench, store: Features, system: System, prompts: Path | None) ->
 
 def _task(bench: Bench, system: System, prompts: Path | None) -> Task:
     names = bench.dataset.classnames
-    tuned = system.method in ("tpt", "ctpt", "difftpt")
+    tuned = registry.method_class(system.method).needs_tower
     if system.coop:
         if prompts is None:
             raise MissingPart("needs learned prompts: give --prompts FILE, made by 'testtime train-prompts'")

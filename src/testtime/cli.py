@@ -117,7 +117,7 @@ def run(
     # mistakes in names and settings show before the encoder is loaded
     chosen = _method(method, preset, settings)
     loaded = load_encoder(encoder, device=find_device(device))
-    task = _task(loaded, names, template, descriptions, prompts)
+    task = _task(loaded, names, template, descriptions, prompts, getattr(chosen, "needs_tower", False))
     if resume is None:
         session = Session(task, chosen, encoder=loaded, views=views, augmix=augmix, seed=seed)
     else:
@@ -522,11 +522,12 @@ def _task(
     templates: list[str] | None,
     descriptions: Path | None,
     prompts: str | None = None,
+    context: bool = False,
 ) -> Any:
     from testtime.prompts import build_task
 
     one = templates[0] if templates and len(templates) == 1 else templates  # one may be the name of a set
-    return build_task(encoder, names, templates=one, descriptions=descriptions, prompts=prompts)
+    return build_task(encoder, names, templates=one, descriptions=descriptions, prompts=prompts, context=context)
 
 
 def _style(style: str | None, output: Path | None) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -104,10 +105,23 @@ class Features:
     def __len__(self) -> int:
         return self._ends[-1]
 
-    def task(self, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Task:
-        """The task of this store, its prototypes cast and then normalised."""
+    def task(
+        self, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", context: bool = False
+    ) -> Task:
+        """The task of this store, its prototypes cast and then normalised.
+
+        With `context`, prompts can be tuned where the file carries a text tower of its own, as stored runs of TPT do.
+        """
         text = unit(self.text.to(device=device, dtype=dtype))
-        return Task(text, self.classnames, self.scale, self.metadata.get("encoder", ""))
+        task = Task(text, self.classnames, self.scale, self.metadata.get("encoder", ""))
+        shard = self._shards[0]
+        if not context or "ctx_init" not in shard.keys():
+            return task
+        from testtime.contexts import stored_context  # open_clip is loaded only for this
+
+        names = [name for name in shard.keys() if name not in ("views", "labels")]
+        tower = stored_context({name: shard.get_tensor(name) for name in names}, self.metadata)
+        return replace(task, context=tower)
 
     def read(self, start: int, stop: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Views of the images from start to stop (n, V, D), checked, cast and then normalised."""

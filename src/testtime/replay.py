@@ -68,7 +68,7 @@ def replay(
         raise InputError(f"limit={limit}: at least one image is needed.")
     if isinstance(method, str):
         method = registry.make_method(method, preset, settings)
-    session = Session(store.task(DTYPES[dtype], device), method)
+    session = Session(store.task(DTYPES[dtype], device, getattr(method, "needs_tower", False)), method)
     count = len(store)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)) if shuffle else torch.arange(count)
     order = order[:limit]

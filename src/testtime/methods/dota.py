@@ -6,15 +6,17 @@ Instead of keeping some of the images it has seen, DOTA keeps their distribution
 covariance, estimated along the stream with the zero-shot probabilities as soft labels. Bayes' rule turns them
 into a classifier in closed form, which joins the zero-shot logits with a weight that grows as images pass.
 
-The paper's: soft labels, one pseudo-image of variance `sigma` per class to start from, the shrinkage
-(1 - epsilon) Sigma + epsilon I, logits x' Lambda mu - mu' Lambda mu / 2 (priors equal), and the weight
-min(rho * mean count, eta) over the views used. The released code's: one Lambda for all classes, the inverse of
-the classes' mean covariance; the confident views each count as a sample; an image is predicted, then learned.
+The paper's equations were not at hand. What follows is the released code's, as a public copy has it: soft labels,
+one pseudo-image of variance `sigma` per class to start from, each confident view a sample, one Lambda for all
+classes, the inverse of (1 - epsilon) Sigma + epsilon I with Sigma the classes' mean covariance, logits
+x' Lambda mu - mu' Lambda mu / 2, and their weight min(rho * mean count / views used, eta); an image is predicted,
+then learned. The defaults of eta, rho, sigma and epsilon are those of a public re-run (TTABC), one set for all
+datasets; the authors' own are per dataset.
 
 Our reading:
 - The one covariance is the classes' mean weighted by their counts, the pooled covariance of discriminant analysis, so
   the state holds (D, D) and not (C, D, D), a gigabyte at 1000 classes; with equal counts the two means agree.
-- Deviations are from the present means. The paper's update takes each image's from the mean before it.
+- Deviations are from the present means. The released update takes each image's from the mean before it.
 - The classifier is made anew every `refresh` images (released: every image). Between, it is the one last made.
 - Statistics are kept in double, whatever the input: a soft label of 1e-6 would vanish in a float32 count.
 """
@@ -48,7 +50,7 @@ class DOTA(Base):
     """A Gaussian classifier estimated along the stream, beside the zero-shot one. `eta=0` switches it off.
 
     >>> import testtime as tt
-    >>> task, stream, labels = tt.toy()
+    >>> task, stream, labels = tt.toy(views=1)
     >>> logits, state = DOTA().scan(task, DOTA().init(task), stream)
     >>> adapted, frozen = logits.argmax(1), task.zero_shot(stream[:, 0]).argmax(1)
     >>> bool((adapted == labels).sum() > (frozen == labels).sum())
@@ -68,8 +70,7 @@ class DOTA(Base):
     sigma: float = 2e-3  # variance to start from; 1/512 is that of a unit feature in 512 dimensions
     epsilon: float = 1e-4  # share of the identity in the covariance, which has full rank only thanks to it
     start: Literal["faint", "text"] = "faint"  # means to start from: next to nothing (released), or the prompts'
-    # A classifier costs D^3 + C D^2, an image C D + D^2. At 16 it is at most 15 images old, and its weight is
-    # still that of the first image or two per class where so few make a difference.
+    # A classifier costs D^3 + C D^2, an image C D + D^2; at 16 it is at most 15 images old. 1 is exact.
     refresh: int = 16
     selection: float = 0.1  # fraction of the views that count as confident
 

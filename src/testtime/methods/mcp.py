@@ -9,7 +9,7 @@ classes become compact; the negative cache keeps uncertain features, which lower
 Residuals on text and visual prototypes are then learned for each image, as in DPE.
 
 The paper's (its abstract and the overview in its Figure 3): the three caches and what each is for, prototypes of
-text and image with residuals, losses of entropy and alignment, and a prediction from prototypes, align cache
+text and image with residuals, losses of entropy, alignment and contrast, and a prediction from prototypes, align cache
 and negative cache together. Its equations and settings were not at hand.
 
 Our reading:

@@ -161,8 +161,8 @@ def tower(task: Task, method: str) -> Context:
     """The task's way through the text tower, or an error that says how to get one."""
     if task.context is None:
         raise MissingPart(
-            f"Method '{method}' tunes the prompt through the text tower, and this task has none: feature files carry "
-            "no text tower. Run it with an encoder, such as --encoder open_clip:ViT-B-16/openai; in Python, "
+            f"Method '{method}' tunes the prompt through the text tower, and this task has none, as most feature "
+            "files have none. Run it with an encoder, such as --encoder open_clip:ViT-B-16/openai; in Python, "
             "build_task(encoder, names, context=True)."
         )
     return task.context
