@@ -38,7 +38,7 @@ Classes = Annotated[str | None, typer.Option("--classes", help="Class names with
 ClassesFile = Annotated[Path | None, typer.Option("--classes-file", help="Class names, one to a line.")]
 EncoderName = Annotated[
     str,
-    typer.Option("--encoder", "-e", help="offline, or open_clip:MODEL/PRETRAINED; see 'testtime list encoders'."),
+    typer.Option("--encoder", "-e", help="offline, open_clip:MODEL/PRETRAINED or hf:REPO; see 'list encoders'."),
 ]
 MethodName = Annotated[str, typer.Option("--method", "-m", help="See 'testtime list methods'.")]
 Settings = Annotated[

@@ -68,6 +68,8 @@ def encode(
         path = out if shard is None else out / name
         if resume and shard is not None and (count := _finished(path, facts, views, task)) is not None:
             total += count
+            if progress:
+                progress(part.stop)
         else:
             features, kept = _encode_part(encoder, paths, part, views, seed, augmix, batch, on_skip, progress)
             count = len(kept)
@@ -84,8 +86,6 @@ def encode(
                 )
         if count:
             names.append(name)
-        if progress:
-            progress(part.stop)
     if total == 0:
         raise InputError(f"None of the {len(paths)} images could be read, so there is nothing to write to {out}.")
     if shard is not None:
