@@ -8,27 +8,26 @@ The folder holds `101_ObjectCategories/` and `split_zhou_Caltech101.json`. Write
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
 import testtime as tt
+from testtime.datasets import open_dataset
 from testtime.encode import encode
 
 OUT = Path(__file__).parents[1] / "src" / "testtime" / "data" / "caltech101.safetensors"
 
 
 def main(root: Path) -> None:
-    test = json.loads((root / "split_zhou_Caltech101.json").read_text())["test"]
-    names = dict(sorted({label: name for _, label, name in test}.items()))
+    test = open_dataset(root)
     encoder = tt.load_encoder("offline")
-    task = tt.build_task(encoder, list(names.values()), templates="single")
+    task = tt.build_task(encoder, test.classnames, templates="single")
     encode(
         encoder,
         task,
-        [root / "101_ObjectCategories" / path for path, _, _ in test],
+        test.paths,
         OUT,
-        labels=[list(names).index(label) for _, label, _ in test],
+        labels=test.labels,
         dataset="Caltech101, test split",
         progress=lambda done: print(f"\r{done} of {len(test)}", end="", file=sys.stderr),
     )

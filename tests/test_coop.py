@@ -488,7 +488,7 @@ def test_a_split_names_the_training_images(cli, photos, tmp_path) -> None:
     assert code == 2 and "give the folder that the split's paths start from" in said
     (tmp_path / "split.json").write_text("[]")
     code, _, said = cli(*learn, "--root", photos, "--out", tmp_path / "q.safetensors")
-    assert code == 2 and "is no split" in said
+    assert code == 2 and "is not a split file" in said
 
 
 def test_words_set_the_number_of_tokens(cli, photos, tmp_path) -> None:

@@ -487,7 +487,7 @@ def _training_images(
     images: str | None, split: Path | None, root: Path | None, classes: str | None, file: Path | None
 ) -> tuple[list[Path], list[int | None], tuple[str, ...]]:
     """Paths, labels (None where no class is named) and class names, from folders or from a split."""
-    from testtime.coop import read_split
+    from testtime.datasets import read_split
     from testtime.images import find_images, labels_from_folders
     from testtime.prompts import check_classes
 
@@ -499,11 +499,12 @@ def _training_images(
         names = _class_names(classes, file)
         paths = find_images(images or "", sys.stdin)
         return paths, labels_from_folders(paths, names), names
-    paths, called = read_split(split, root or split.parent)
+    data = read_split(split, root or split.parent, "train")
     given = classes is not None or file is not None
-    names = _class_names(classes, file) if given else check_classes(list(dict.fromkeys(called)))
+    names = _class_names(classes, file) if given else check_classes(data.classnames)
     # a class's name reads as a folder of that name would
-    return paths, labels_from_folders([Path(name) / "image" for name in called], names), names
+    called = [Path(data.classnames[label]) / "image" for label in data.labels]
+    return list(data.paths), labels_from_folders(called, names), names
 
 
 def _class_names(classes: str | None, file: Path | None) -> tuple[str, ...]:

@@ -265,25 +265,6 @@ def _digest(labels: Tensor) -> str:
 # Training images
 
 
-def read_split(path: str | Path, root: str | Path, part: str = "train") -> tuple[list[Path], list[str]]:
-    """Image paths and class names of a part of a split file: {"train": [["path", label, "class name"], ...], ...}.
-
-    Paths are as seen from `root`. The format is that of CoOp's data sets (`split_zhou_*.json`).
-    """
-    try:
-        rows = json.loads(Path(path).read_text(encoding="utf-8"))[part]
-        paths, names = [Path(root) / row[0] for row in rows], [str(row[2]) for row in rows]
-    except OSError as problem:
-        raise InputError(f"Cannot read the split {path}: {problem.strerror or problem}.") from None
-    except (ValueError, LookupError, TypeError):
-        raise InputError(f'{path} is no split: expected {{"{part}": [["path", label, "class name"], ...]}}.') from None
-    if not paths:
-        raise InputError(f"{path} has no images under '{part}'.")
-    if not paths[0].exists():
-        raise InputError(f"No image {paths[0]}; give the folder that the split's paths start from.")
-    return paths, names
-
-
 def pick_images(
     labels: Sequence[int | None], classnames: Sequence[str], settings: CoOpSettings
 ) -> tuple[list[int], list[int]]:

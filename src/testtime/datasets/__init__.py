@@ -80,4 +80,6 @@ def _image_folder(root: Path, first: str) -> Path:
     for place in places:
         if (place / first).exists():
             return place
-    raise InputError(f"{root}: no image {first} here or one folder down; the images may be missing.")
+    raise InputError(
+        f"{root}: no image {first} here or one folder down; give the folder that the split's paths start from."
+    )

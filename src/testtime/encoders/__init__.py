@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import torch
 
+from testtime.devices import find_device
 from testtime.registry import load, unknown
-from testtime.types import Encoder, InputError, MissingPart, SettingError, UnknownName
+from testtime.types import Encoder, InputError, SettingError, UnknownName
 
 
 class Entry(NamedTuple):
@@ -58,7 +59,7 @@ def load_encoder(name: str, device: str | torch.device = "cpu", dtype: torch.dty
         raise _unknown(name, prefix)
     if dtype not in (None, *DTYPES):
         raise SettingError(f"Encoders compute in float32, float16 or bfloat16; got {dtype}.")
-    return load(ENCODERS[prefix].factory)(rest, _device(device), dtype or torch.float32)
+    return load(ENCODERS[prefix].factory)(rest, find_device(device), dtype or torch.float32)
 
 
 def describe() -> list[tuple[str, str]]:
@@ -74,13 +75,3 @@ def _unknown(name: str, prefix: str) -> InputError:
             f"Available: {', '.join(usage for usage, _ in describe())}."
         )
     return unknown("encoder", prefix, ENCODERS)
-
-
-def _device(device: str | torch.device) -> torch.device:
-    try:
-        chosen = torch.device(device)
-    except RuntimeError:
-        raise SettingError(f"Unknown device {str(device)!r}; say cpu, cuda or cuda:0.") from None
-    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
-        raise MissingPart(f"No device '{chosen}': torch sees {torch.cuda.device_count()} of them; try cpu.")
-    return chosen
