@@ -484,7 +484,8 @@ def test_a_split_names_the_training_images(cli, photos, tmp_path) -> None:
     code, _, said = cli(*learn, "--root", photos, "--out", tmp_path / "p.safetensors", "--set", "class_specific=yes")
     assert code == 0 and "6 images of 3 classes" in said
     assert load_prompt(tmp_path / "p.safetensors").tokens.shape == (3, 4, 64)
-    code, _, said = cli(*learn, "--out", tmp_path / "q.safetensors")
+    (tmp_path / "empty").mkdir()
+    code, _, said = cli(*learn, "--root", tmp_path / "empty", "--out", tmp_path / "q.safetensors")
     assert code == 2 and "give the folder that the split's paths start from" in said
     (tmp_path / "split.json").write_text("[]")
     code, _, said = cli(*learn, "--root", photos, "--out", tmp_path / "q.safetensors")

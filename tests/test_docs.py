@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import testtime as tt
@@ -25,8 +26,8 @@ def test_the_page_on_methods_names_every_method_and_setting() -> None:
         cls = registry.method_class(name)
         assert f"## {name}\n" in page
         assert cls.source != "Not published"
-        for setting in cls.__dataclass_fields__:
-            assert f"`{setting}`" in page
+        for setting in fields(cls):
+            assert f"`{setting.name}`" in page
 
 
 def test_the_ten_lines_use_only_public_names_with_the_arguments_they_have() -> None:

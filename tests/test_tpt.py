@@ -190,7 +190,7 @@ def test_it_keeps_every_promise(method, dtype):
 def test_a_task_without_a_text_tower_is_refused_before_the_stream():
     task, _, _ = toy()
     for name in ("tpt", "ctpt", "difftpt"):
-        with pytest.raises(MissingPart, match=f"'{name}'.*feature files carry no text tower.*--encoder open_clip:"):
+        with pytest.raises(MissingPart, match=f"'{name}'.*this task has none.*--encoder open_clip:"):
             Session(task, name)
 
 
