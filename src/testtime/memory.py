@@ -17,10 +17,9 @@ class Peak:
     On a GPU, what torch allocated; otherwise the resident memory of this process, whose high-water mark Linux lets
     us reset. Elsewhere the mark of the whole process stands in, and a later block may read 0.
 
-    >>> with Peak() as peak:
-    ...     block = torch.ones(50_000_000)  # 200 MB
-    >>> 150 < peak.megabytes < 250
-    True
+        with Peak() as peak:
+            block = torch.ones(50_000_000)
+        print(peak.megabytes)  # about 200
     """
 
     megabytes = 0.0
@@ -45,7 +44,7 @@ class Peak:
 def _high_water() -> float:
     try:
         line = next(line for line in STATUS.read_text().splitlines() if line.startswith("VmHWM"))
-        return int(line.split()[1]) / 1000
+        return 1.024 * int(line.split()[1]) / 1000  # counted in kibibytes
     except (OSError, StopIteration):
         mark = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return mark / 1e6 if sys.platform == "darwin" else mark / 1e3
