@@ -36,6 +36,7 @@ from torch.nn.functional import normalize
 
 from testtime.encoders.hub import PATIENCE as PATIENCE
 from testtime.encoders.hub import answers as _answers
+from testtime.encoders.inputs import check_pixels, check_texts
 from testtime.registry import unknown
 from testtime.types import InputError, MissingPart, UnknownName
 from testtime.views import Preprocess
@@ -77,8 +78,7 @@ class OpenClip:
 
     def encode_images(self, pixels: Tensor) -> Tensor:
         """Unit features of preprocessed images: (B, 3, H, W) -> (B, D) float32, on the encoder's device."""
-        if pixels.ndim != 4 or pixels.shape[1] != 3:
-            raise InputError(f"Images must be (B, 3, H, W); got {tuple(pixels.shape)}.")
+        check_pixels(pixels)
         if len(pixels) == 0:
             return torch.zeros(0, self.dim, device=self.device)
         with torch.inference_mode():
@@ -88,8 +88,7 @@ class OpenClip:
 
     def encode_texts(self, texts: Sequence[str]) -> Tensor:
         """Unit features of sentences: n texts -> (n, D) float32, on the encoder's device."""
-        if isinstance(texts, str):
-            raise InputError(f"Expected a list of texts; got one string. Write [{texts!r}].")
+        check_texts(texts)
         if len(texts) == 0:
             return torch.zeros(0, self.dim, device=self.device)
         with torch.inference_mode():

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
+from testtime.encoders.inputs import check_pixels, check_texts
 from testtime.types import InputError, MissingPart
 from testtime.views import Preprocess
 
@@ -76,8 +77,7 @@ class Offline:
 
     def encode_images(self, pixels: Tensor) -> Tensor:
         """Unit features of preprocessed images: (B, 3, H, W) -> (B, D) float32, on the encoder's device."""
-        if pixels.ndim != 4 or pixels.shape[1] != 3:
-            raise InputError(f"Images must be (B, 3, H, W); got {tuple(pixels.shape)}.")
+        check_pixels(pixels)
         if len(pixels) == 0:
             return torch.zeros(0, self.dim, device=self.device)
         with torch.inference_mode():
@@ -94,8 +94,7 @@ class Offline:
 
     def encode_texts(self, texts: Sequence[str]) -> Tensor:
         """Unit features of sentences: n texts -> (n, D) float32, on the encoder's device; no visual part."""
-        if isinstance(texts, str):
-            raise InputError(f"Expected a list of texts; got one string. Write [{texts!r}].")
+        check_texts(texts)
         features = torch.zeros(len(texts), self.dim, device=self.device)
         if len(texts) > 0:
             features[:, : self.width] = self._embed(texts)
