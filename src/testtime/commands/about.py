@@ -1,0 +1,79 @@
+"""`testtime list`, `demo` and `version`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from testtime import __version__
+from testtime.terminal import err, out
+
+app = typer.Typer()
+
+
+@app.command("list", epilog="Example:  testtime list methods")
+def list_(
+    what: Annotated[str, typer.Argument(metavar="methods|encoders|datasets", help="What to list.")] = "methods",
+) -> None:
+    """List the methods, encoders or datasets there are."""
+    from testtime import registry
+
+    tables: dict[str, Callable[[], list[tuple[str, str]]]] = {
+        "methods": lambda: [(name, registry.method_class(name).summary) for name in registry.method_names()],
+        "encoders": _encoders,
+        "datasets": _datasets,
+    }
+    if what not in tables:
+        raise registry.unknown("list", what, tables)
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    for name, summary in tables[what]():
+        table.add_row(escape(name), escape(summary))
+    out.print(table)
+
+
+@app.command(epilog="Example:  testtime demo --out demo")
+def demo(
+    output: Annotated[Path, typer.Option("--out", "-o", help="Folder for the HTML report.")] = Path("demo"),
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
+) -> None:
+    """Watch adaptation on real photographs: a live table, then a report. No download, under a minute.
+
+    The features of 2,465 Caltech101 photographs come with the package. Settings are each method's defaults.
+    """
+    from testtime.demo import run_demo
+
+    run_demo(output, out if not as_json else err, as_json)
+
+
+@app.command(epilog="Example:  testtime version")
+def version() -> None:
+    """Print the version, and those of the libraries that numbers depend on."""
+    import platform
+
+    import torch
+
+    out.print(
+        f"testtime {__version__}, torch {torch.__version__}, Python {platform.python_version()}",
+        highlight=False,
+    )
+
+
+def _encoders() -> list[tuple[str, str]]:
+    from testtime.encoders import describe
+
+    return describe()
+
+
+def _datasets() -> list[tuple[str, str]]:
+    return [
+        ("FOLDER", "Your own images; folders named after a class give labels to score with"),
+        ("FILE.safetensors", "A feature file made by 'testtime encode'"),
+        ("demo", "Features of the Caltech101 test split that come with the package"),
+    ]

@@ -1,0 +1,197 @@
+"""`testtime run` and `testtime encode`: from images."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from testtime.commands.options import (
+    AugMix,
+    Classes,
+    ClassesFile,
+    Descriptions,
+    Device,
+    EncoderName,
+    Limit,
+    MethodName,
+    Preset,
+    Prompts,
+    Seed,
+    Settings,
+    Shuffle,
+    Strict,
+    Templates,
+    Views,
+    class_names,
+    method_of,
+    ordered,
+    task_of,
+)
+from testtime.devices import find_device
+from testtime.terminal import Watch, err, opened, percent, progress
+from testtime.types import InputError
+
+app = typer.Typer()
+
+
+@app.command(epilog="Example:  testtime run photos/ --classes cat,dog,fox --out answers.csv --save pets.safetensors")
+def run(
+    images: Annotated[str, typer.Argument(help="A folder, a glob in quotes, a .txt of paths, an image, or - .")],
+    classes: Classes = None,
+    classes_file: ClassesFile = None,
+    encoder: EncoderName = "offline",
+    method: MethodName = "dpe",
+    settings: Settings = None,
+    preset: Preset = None,
+    template: Templates = None,
+    descriptions: Descriptions = None,
+    prompts: Prompts = None,
+    views: Views = 1,
+    augmix: AugMix = False,
+    seed: Seed = 0,
+    shuffle: Shuffle = False,
+    limit: Limit = None,
+    device: Device = "auto",
+    output: Annotated[Path | None, typer.Option("--out", "-o", help="CSV or .jsonl; else standard output.")] = None,
+    style: Annotated[str | None, typer.Option("--format", help="csv or jsonl; else by the name of --out.")] = None,
+    save: Annotated[Path | None, typer.Option("--save", help="Where to keep what was learned (.safetensors).")] = None,
+    resume: Annotated[
+        Path | None, typer.Option("--resume", help="Go on from a saved state; images already in --out are left out.")
+    ] = None,
+    strict: Strict = False,
+    json_summary: Annotated[bool, typer.Option("--json", help="Summary as a JSON object on standard error.")] = False,
+) -> None:
+    """Classify images and learn from each one as it passes.
+
+    Every row holds the label, its confidence and entropy (nats), the zero-shot label, and whether the image was
+    learned from. Where folders are named after classes, the accuracy of both is shown too; labels only score.
+    """
+    from testtime import load_encoder
+    from testtime.engine import Session
+    from testtime.images import find_images, labels_from_folders
+    from testtime.runs import Rows, Tally, reopen, row, run_images
+
+    style = _style(style, output)
+    paths = find_images(images, sys.stdin)
+    names = class_names(classes, classes_file)
+    # mistakes in names and settings show before the encoder is loaded
+    chosen = method_of(method, preset, settings)
+    loaded = load_encoder(encoder, device=find_device(device))
+    task = task_of(loaded, names, template, descriptions, prompts, getattr(chosen, "needs_tower", False))
+    if resume is None:
+        session = Session(task, chosen, encoder=loaded, views=views, augmix=augmix, seed=seed)
+    else:
+        session = Session.load(resume, task, encoder=loaded, device=find_device(device))
+        err.print(f"Going on after {session.count} images from {escape(str(resume))} with its own settings.")
+    paths = ordered(paths, shuffle, seed, limit)
+    if resume is not None and output is not None:
+        done = reopen(output, style, session.count)
+        paths = [path for path in paths if str(path) not in done]
+    tally = Tally()
+    labels = labels_from_folders(paths, task.classnames)
+    appending = resume is not None and output is not None and output.exists()
+    watching = output is None and sys.stdout.isatty()
+    with opened(output, appending) as file:
+        rows = Rows(file, style, header=not appending) if not watching else Watch(task.classnames)
+        with progress("images", len(paths), quiet=output is None) as advance:
+            stream = run_images(
+                session,
+                paths,
+                labels,
+                tally,
+                strict=strict,
+                save=save,
+                on_skip=lambda line: err.print(f"[yellow]skipped[/] {escape(line)}", soft_wrap=True),
+            )
+            try:
+                for index, path, prediction in stream:
+                    rows.write(row(index, path, prediction))
+                    advance(tally.images + len(tally.skipped))
+            finally:
+                stream.close()  # saves the state, also when interrupted
+    _print_tally(tally, session, save, output, json_summary)
+
+
+@app.command(epilog="Example:  testtime encode photos/ --classes cat,dog,fox --views 64 --out photos.safetensors")
+def encode(
+    images: Annotated[str, typer.Argument(help="A folder, a glob in quotes, a .txt of paths, an image, or - .")],
+    output: Annotated[Path, typer.Option("--out", "-o", help="Feature file, or with --shard a folder.")],
+    classes: Classes = None,
+    classes_file: ClassesFile = None,
+    encoder: EncoderName = "offline",
+    template: Templates = None,
+    descriptions: Descriptions = None,
+    prompts: Prompts = None,
+    views: Views = 1,
+    augmix: AugMix = False,
+    seed: Seed = 0,
+    limit: Limit = None,
+    device: Device = "auto",
+    dtype: Annotated[str, typer.Option("--dtype", help="float16 or float32, as stored.")] = "float16",
+    shard: Annotated[int | None, typer.Option("--shard", help="Images to a shard; --out is then a folder.")] = None,
+    strict: Strict = False,
+) -> None:
+    """Encode images once into a feature file that 'testtime replay' runs any method over.
+
+    Where every image lies in a folder named after a class, these become the labels that replays are scored with.
+    """
+    from testtime import encode as encoding
+    from testtime import load_encoder, registry
+    from testtime.images import find_images, labels_from_folders
+
+    paths = find_images(images, sys.stdin)[:limit]
+    names = class_names(classes, classes_file)
+    if dtype not in encoding.DTYPES:
+        raise registry.unknown("dtype", dtype, encoding.DTYPES)
+    loaded = load_encoder(encoder, device=find_device(device))
+    task = task_of(loaded, names, template, descriptions, prompts)
+    skipped: list[str] = []
+
+    def skip(line: str) -> None:
+        skipped.append(line)
+        err.print(f"[yellow]skipped[/] {escape(line)}", soft_wrap=True)
+
+    with progress("images", len(paths)) as advance:
+        count = encoding.encode(
+            loaded, task, paths, output,
+            labels=labels_from_folders(paths, task.classnames), views=views, augmix=augmix, seed=seed,
+            dtype=encoding.DTYPES[dtype], shard=shard, resume=True, dataset=images,
+            on_skip=None if strict else skip, progress=advance,
+        )  # fmt: skip
+    err.print(f"{count} images x {views} views in {escape(str(output))}, {len(skipped)} skipped.")
+
+
+def _style(style: str | None, output: Path | None) -> str:
+    if style is None:
+        return "jsonl" if output is not None and output.suffix in (".jsonl", ".json", ".ndjson") else "csv"
+    if style not in ("csv", "jsonl"):
+        raise InputError(f"Unknown --format '{style}'; it is csv or jsonl.")
+    return style
+
+
+def _print_tally(tally: Any, session: Any, save: Path | None, output: Path | None, as_json: bool) -> None:
+    facts = tally.summary() | {"method": session.method.name, "state": str(save) if save else None}
+    if as_json:
+        print(json.dumps(facts), file=sys.stderr)
+        return
+    err.print(
+        f"{tally.images} images, {tally.learned} learned from, {tally.changed} answers other than zero-shot"
+        + (f", {len(tally.skipped)} skipped" if tally.skipped else "")
+        + (f"; rows in {escape(str(output))}" if output else "")
+        + (f"; state in {escape(str(save))}" if save else ""),
+        highlight=False,
+        soft_wrap=True,
+    )
+    if tally.labelled:
+        err.print(
+            f"accuracy on {tally.labelled} images in folders named after a class: "
+            f"{percent(facts['accuracy'])} ({session.method.name}), "
+            f"{percent(facts['zero_shot_accuracy'])} (zero-shot)",
+            highlight=False,
+            soft_wrap=True,
+        )

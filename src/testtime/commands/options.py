@@ -1,0 +1,94 @@
+"""Options that several commands share, and what they stand for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from testtime.types import InputError
+
+Classes = Annotated[str | None, typer.Option("--classes", help="Class names with commas between: cat,dog,fox.")]
+ClassesFile = Annotated[Path | None, typer.Option("--classes-file", help="Class names, one to a line.")]
+EncoderName = Annotated[
+    str,
+    typer.Option("--encoder", "-e", help="offline, open_clip:MODEL/PRETRAINED or hf:REPO; see 'list encoders'."),
+]
+MethodName = Annotated[str, typer.Option("--method", "-m", help="See 'testtime list methods'.")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="A setting of the method; may be given again and again."),
+]
+Preset = Annotated[str | None, typer.Option("--preset", help="A named set of settings: released or paper for dpe.")]
+Templates = Annotated[
+    list[str] | None,
+    typer.Option("--template", help="A prompt with {} for the class, or a named set; may be given again."),
+]
+Descriptions = Annotated[
+    Path | None,
+    typer.Option("--descriptions", help="JSON of class name -> sentences (CuPL), added to the templates."),
+]
+Prompts = Annotated[
+    str | None,
+    typer.Option("--prompts", help="coop:FILE, a learned prompt in place of templates; see 'testtime train-prompts'."),
+]
+Views = Annotated[int, typer.Option("--views", help="Views per image: itself and random crops.")]
+AugMix = Annotated[bool, typer.Option("--augmix", help="Mix the random crops with AugMix.")]
+Seed = Annotated[int, typer.Option("--seed", help="Seed of views and of --shuffle.")]
+Shuffle = Annotated[bool, typer.Option("--shuffle", help="Shuffle the stream by --seed.")]
+Device = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, or auto.")]
+Limit = Annotated[int | None, typer.Option("--limit", help="Stop after this many images.")]
+Strict = Annotated[bool, typer.Option("--strict", help="Stop at an image that cannot be read, and do not skip it.")]
+
+
+def method_of(name: str, preset: str | None, settings: list[str] | None, start: dict[str, object] | None = None) -> Any:
+    from testtime import registry
+
+    return registry.make_method(name, preset, dict(start or {}) | pairs(settings))
+
+
+def pairs(settings: list[str] | None) -> dict[str, object]:
+    """What --set gave, by name."""
+    chosen: dict[str, object] = {}
+    for entry in settings or []:
+        key, equals, value = entry.partition("=")
+        if not equals:
+            raise InputError(f"--set {entry}: write it as KEY=VALUE, for example --set alpha=4.")
+        chosen[key.strip()] = value.strip()
+    return chosen
+
+
+def class_names(classes: str | None, file: Path | None) -> tuple[str, ...]:
+    from testtime.prompts import check_classes, parse_classes, read_classes_file
+
+    if classes is not None and file is None:
+        return check_classes(parse_classes(classes))
+    if file is not None and classes is None:
+        return check_classes(read_classes_file(file))
+    raise InputError("Say what to tell apart: --classes cat,dog,fox or --classes-file FILE (one of the two).")
+
+
+def task_of(
+    encoder: Any,
+    names: tuple[str, ...],
+    templates: list[str] | None,
+    descriptions: Path | None,
+    prompts: str | None = None,
+    context: bool = False,
+) -> Any:
+    from testtime.prompts import build_task
+
+    one = templates[0] if templates and len(templates) == 1 else templates  # one may be the name of a set
+    return build_task(encoder, names, templates=one, descriptions=descriptions, prompts=prompts, context=context)
+
+
+def ordered(paths: list[Path], shuffle: bool, seed: int, limit: int | None) -> list[Path]:
+    import torch
+
+    if limit is not None and limit < 1:
+        raise InputError(f"--limit {limit}: at least one image is needed.")
+    if shuffle:
+        order = torch.randperm(len(paths), generator=torch.Generator().manual_seed(seed))
+        paths = [paths[i] for i in order.tolist()]
+    return paths[:limit]

@@ -1,0 +1,80 @@
+"""What a person sees in a terminal: progress, percentages, rows as they come."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from testtime.types import InputError
+
+out = Console()
+err = Console(stderr=True)
+
+
+class Watch:
+    """Rows for a person at a terminal: ours beside the zero-shot answer, marked where they differ."""
+
+    def __init__(self, classnames: tuple[str, ...]) -> None:
+        self.width = min(24, max(map(len, classnames)))
+        out.print(f"[dim]{'':>6}  {'label':<{self.width + 7}}  {'zero-shot':<{self.width + 7}}  learned  image[/]")
+
+    def write(self, values: dict[str, Any]) -> None:
+        """Print one row."""
+        label, frozen = (f"{values[key][: self.width]:<{self.width}}" for key in ("label", "zero_shot"))
+        mark = "bold green" if values["label"] != values["zero_shot"] else "bold"
+        out.print(
+            f"[dim]{values['index']:>6}[/]  [{mark}]{escape(label)}[/] {values['confidence']:>6.1%}  "
+            f"{escape(frozen)} {values['zero_shot_confidence']:>6.1%}  {'yes' if values['learned'] else '':<7}  "
+            f"[dim]{escape(values['image'])}[/]",
+            highlight=False,
+            no_wrap=True,
+            overflow="ellipsis",
+        )
+
+
+@contextmanager
+def opened(path: Path | None, append: bool) -> Iterator[Any]:
+    if path is None:
+        yield sys.stdout
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open(path, "a" if append else "w", encoding="utf-8", newline="")
+    except OSError as error:
+        raise InputError(f"Cannot write {path}: {error.strerror or error}.") from None
+    with file:
+        yield file
+
+
+@contextmanager
+def progress(unit: str, total: int, quiet: bool = False) -> Iterator[Callable[[int], None]]:
+    """A bar on a terminal; in a pipe, a plain line now and then."""
+    if quiet:
+        yield lambda done: None
+        return
+    if err.is_terminal:
+        columns = (BarColumn(), MofNCompleteColumn(), TextColumn(unit), TimeRemainingColumn())
+        with Progress(*columns, console=err, transient=True) as bar:
+            job = bar.add_task("", total=total)
+            yield lambda done: bar.update(job, completed=done)
+        return
+    reported = 0
+
+    def line(done: int) -> None:
+        nonlocal reported
+        if 10 * done // total > 10 * reported // total:
+            reported = done
+            err.print(f"{done} of {total} {unit}", highlight=False)
+
+    yield line
+
+
+def percent(fraction: float | None) -> str:
+    return "no labels" if fraction is None else f"{100 * fraction:.2f}%"
