@@ -123,10 +123,11 @@ def settings_in(facts: dict[str, str]) -> dict[str, str]:
 
 @every_trace
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
-def test_replay_gives_the_stored_logits_predictions_and_state(trace, dtype):
+@pytest.mark.parametrize("reference", [False, True], ids=["fast", "reference"])
+def test_replay_gives_the_stored_logits_predictions_and_state(trace, dtype, reference):
     store = Features(trace)
     traced = METHODS[store.metadata["method"]]
-    session = Session(store.task(dtype), traced.name, **settings_in(store.metadata))
+    session = Session(store.task(dtype), traced.name, reference=reference, **settings_in(store.metadata))
     stream = torch.cat(list(store.chunks(dtype=dtype, size=64)))
     logits = torch.cat([session.scan(chunk) for chunk in stream.split(64)])
 

@@ -29,6 +29,7 @@ _HOME = {
     "make_method": "testtime.registry",
     "method_names": "testtime.registry",
     "save_features": "testtime.features",
+    "sweep": "testtime.sweeps",
     "toy": "testtime.synthetic",
 }
 
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from testtime.images import folder
     from testtime.prompts import build_task
     from testtime.registry import make_method, method_names
+    from testtime.sweeps import sweep
     from testtime.synthetic import toy
     from testtime.types import (
         FeatureError,

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from testtime import files, registry
+from testtime import fast, files, registry
+from testtime.fast import Runner
 from testtime.features import unit_views
+from testtime.interrupts import held_back
 from testtime.types import Encoder, FeatureError, ImageError, InputError, Method, Prediction, StateError, Task
 
 if TYPE_CHECKING:
@@ -41,7 +43,8 @@ class Session:
     """A task, a method and what it has learned so far.
 
     `step` predicts, then adapts; `predict` only predicts. Both take an image (a Pillow image or a path, with an
-    encoder) or features: (D,) for one view, (V, D) for several, row 0 the image itself.
+    encoder) or features: (D,) for one view, (V, D) for several, row 0 the image itself. Where the method has a fast
+    twin (`testtime.fast`) that does the work, unless `reference` asks for the method's own steps.
 
     >>> import testtime as tt
     >>> task, stream, labels = tt.toy()
@@ -61,6 +64,7 @@ class Session:
         augmix: bool = False,
         seed: int = 0,
         preset: str | None = None,
+        reference: bool = False,
         **settings: object,
     ) -> None:
         if isinstance(method, str):
@@ -78,6 +82,7 @@ class Session:
         self.views = views
         self.augmix = augmix
         self.seed = seed
+        self.reference = reference
         self.reset()
 
     def __repr__(self) -> str:
@@ -86,12 +91,24 @@ class Session:
     def reset(self) -> None:
         """Forget the stream: back to before the first image."""
         with torch.inference_mode(False):
-            self.state: Any = self.method.init(self.task)
+            self.state = self.method.init(self.task)
         self.count = 0
+
+    @property
+    def state(self) -> Any:
+        """What has been learned so far, as the method's own `step` takes and returns it."""
+        return self._state if self._runner is None else self._runner.states()[0]
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self._state = state
+        self._runner: Runner | None = None  # made from the state when the next image comes
 
     def fork(self) -> Session:
         """A second session that starts from here and learns on its own."""
-        return copy.copy(self)  # steps are pure, so the state can be shared until either moves on
+        twin = copy.copy(self)
+        twin.state = self.state  # of its own; steps are pure, so it can be shared until either moves on
+        return twin
 
     def step(self, image: Image | str | Path | Tensor) -> Prediction:
         """Predict one image, then learn from it. A refused image leaves everything as it was."""
@@ -104,9 +121,12 @@ class Session:
     def scan(self, stream: Tensor) -> Tensor:
         """Logits (N, C) of a chunk of features (N, V, D), learning along the way; all or nothing."""
         views = unit_views(stream, self.task.text, self.count)
-        with torch.inference_mode():
-            logits, self.state = self.method.scan(self.task, self.state, views)
-        self.count += len(stream)
+        with torch.inference_mode(), held_back():
+            if (runner := self._fast()) is not None:
+                logits = torch.stack([runner.step(image)[0][0] for image in views])
+            else:
+                logits, self.state = self.method.scan(self.task, self._state, views)
+            self.count += len(stream)
         return logits.clone()  # out of inference mode: an ordinary tensor
 
     def run(
@@ -179,26 +199,36 @@ class Session:
 
     def _advance(self, views: Tensor) -> Prediction:
         """Predict and learn from unit views (V, D)."""
-        with torch.inference_mode():
-            logits, state = self.method.step(self.task, self.state, views)
+        with torch.inference_mode(), held_back():
+            if (runner := self._fast()) is not None:
+                (logits,), (learned,) = runner.step(views)
+            else:
+                logits, state = self.method.step(self.task, self._state, views)
+                learned = self.method.learned(self._state, state)
+                self.state = state
+            self.count += 1
         logits = logits.clone()  # out of inference mode: an ordinary tensor
         frozen = self.task.zero_shot(views[0])
         probabilities, zero_shot = self.method.probabilities(logits), frozen.softmax(-1)
         index, zero_index = int(logits.argmax()), int(frozen.argmax())
         log_p = probabilities.clamp_min(torch.finfo(probabilities.dtype).tiny).log()
-        prediction = Prediction(
+        return Prediction(
             label=self.task.classnames[index],
             confidence=float(probabilities[index]),
             entropy=float(-(probabilities * log_p).sum().clamp_max(0)) or 0.0,
             zero_shot=self.task.classnames[zero_index],
             zero_shot_confidence=float(zero_shot[zero_index]),
-            learned=self.method.learned(self.state, state),
+            learned=learned,
             index=index,
             zero_shot_index=zero_index,
             logits=logits,
         )
-        self.state, self.count = state, self.count + 1
-        return prediction
+
+    def _fast(self) -> Runner | None:
+        """The method's fast twin at this session's state, if it has one."""
+        if self._runner is None and not self.reference:
+            self._runner = fast.runner(self.task, [self.method], [self._state], self.count)
+        return self._runner
 
     def _features(self, images: list[Any]) -> list[Tensor]:
         """Unit views (V, D) of each image; the first has stream index `self.count`."""

@@ -59,16 +59,21 @@ def replay(
     limit: int | None = None,
     shuffle: bool = False,
     seed: int = 0,
+    reference: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> Replay:
-    """Run a method over a store, in stored order or shuffled by `seed`; `progress` hears images done."""
+    """Run a method over a store, in stored order or shuffled by `seed`; `progress` hears images done.
+
+    `reference` runs the method's own steps, also where it has a fast twin.
+    """
     if dtype not in DTYPES:
         raise registry.unknown("dtype", dtype, DTYPES)
     if limit is not None and limit < 1:
         raise InputError(f"limit={limit}: at least one image is needed.")
     if isinstance(method, str):
         method = registry.make_method(method, preset, settings)
-    session = Session(store.task(DTYPES[dtype], device, getattr(method, "needs_tower", False)), method)
+    task = store.task(DTYPES[dtype], device, getattr(method, "needs_tower", False))
+    session = Session(task, method, reference=reference)
     count = len(store)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)) if shuffle else torch.arange(count)
     order = order[:limit]

@@ -21,6 +21,7 @@ from testtime.commands.options import (
     MethodName,
     Preset,
     Prompts,
+    Reference,
     Seed,
     Settings,
     Shuffle,
@@ -64,6 +65,7 @@ def run(
         Path | None, typer.Option("--resume", help="Go on from a saved state; images already in --out are left out.")
     ] = None,
     strict: Strict = False,
+    reference: Reference = False,
     json_summary: Annotated[bool, typer.Option("--json", help="Summary as a JSON object on standard error.")] = False,
 ) -> None:
     """Classify images and learn from each one as it passes.
@@ -84,9 +86,10 @@ def run(
     loaded = load_encoder(encoder, device=find_device(device))
     task = task_of(loaded, names, template, descriptions, prompts, getattr(chosen, "needs_tower", False))
     if resume is None:
-        session = Session(task, chosen, encoder=loaded, views=views, augmix=augmix, seed=seed)
+        session = Session(task, chosen, encoder=loaded, views=views, augmix=augmix, seed=seed, reference=reference)
     else:
         session = Session.load(resume, task, encoder=loaded, device=find_device(device))
+        session.reference = reference
         err.print(f"Going on after {session.count} images from {escape(str(resume))} with its own settings.")
     paths = ordered(paths, shuffle, seed, limit)
     if resume is not None and output is not None:

@@ -39,6 +39,9 @@ Seed = Annotated[int, typer.Option("--seed", help="Seed of views and of --shuffl
 Shuffle = Annotated[bool, typer.Option("--shuffle", help="Shuffle the stream by --seed.")]
 Device = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, or auto.")]
 Limit = Annotated[int | None, typer.Option("--limit", help="Stop after this many images.")]
+Reference = Annotated[
+    bool, typer.Option("--reference", help="Run the method's own steps, not its fast twin; same answers, slower.")
+]
 Strict = Annotated[bool, typer.Option("--strict", help="Stop at an image that cannot be read, and do not skip it.")]
 
 

@@ -15,6 +15,7 @@ from testtime.commands.options import (
     Limit,
     MethodName,
     Preset,
+    Reference,
     Seed,
     Settings,
     Shuffle,
@@ -40,6 +41,7 @@ def replay(
     limit: Limit = None,
     seed: Seed = 0,
     shuffle: Shuffle = False,
+    reference: Reference = False,
     output: Annotated[
         Path | None,
         typer.Option("--out", "-o", help="Where to write logits [N,C] and pred [N] (.safetensors)."),
@@ -63,6 +65,7 @@ def replay(
             limit=limit,
             shuffle=shuffle,
             seed=seed,
+            reference=reference,
             progress=advance,
         )
     if output is not None:

@@ -1,0 +1,48 @@
+"""Fast twins of methods: the same numbers up to rounding, from buffers that are updated in place.
+
+A method file reads like its paper and returns a new state for every image. A twin here holds the state of one run,
+or of several runs of the same method under different settings, and moves it along. `runner` finds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from testtime.types import Method, Task
+
+
+class Runner(Protocol):
+    """S runs of one method over one stream, side by side."""
+
+    def step(self, views: Tensor) -> tuple[Tensor, list[bool]]:
+        """Logits (S, C) for one image's unit views (V, D), and which runs learned from it."""
+
+    def states(self) -> list[Any]:
+        """The state of each run, as the method's own `step` would have left it; a copy."""
+
+
+def shape(task: Task, method: Method) -> Hashable:
+    """What methods that run side by side have in common, or None where a method has no fast twin here."""
+    from testtime.fast import dpe
+    from testtime.methods.dpe import DPE
+
+    # a class derived from DPE may do something else
+    if type(method) is DPE and task.text.is_cpu and dpe.fits(method):
+        return dpe.shape(method)
+    return None
+
+
+def runner(task: Task, methods: Sequence[Any], states: Sequence[Any] | None = None, images: int = 0) -> Runner | None:
+    """A fast twin of methods of one `shape`, or None where there is none.
+
+    `states` are where to go on from, after `images` of the stream.
+    """
+    from testtime.fast import dpe
+
+    shapes = {shape(task, method) for method in methods}
+    if len(shapes) > 1 or None in shapes:
+        return None
+    return dpe.Runner(task, methods, states, images)

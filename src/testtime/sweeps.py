@@ -1,0 +1,80 @@
+"""Many settings of a method over one stream, in one pass.
+
+Where the method has a fast twin, all settings that fit side by side share each image's Python work and its small
+kernels; products of matrices are made one setting at a time. The numbers are those of running the settings one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from testtime import fast
+from testtime.engine import Session
+from testtime.features import unit_views
+from testtime.methods.base import leaves
+from testtime.types import InputError, Method, Task
+
+ABREAST = 2**30  # bytes of state that runs side by side may take
+
+
+def sweep(task: Task, methods: Sequence[Method], chunks: Iterable[Tensor]) -> list[Tensor]:
+    """Logits (N, C) of every method over a stream that comes in chunks (n, V, D), in the order of `methods`.
+
+    >>> import testtime as tt
+    >>> task, stream, labels = tt.toy()
+    >>> from testtime.methods.dpe import DPE
+    >>> grid = [DPE(alpha=alpha) for alpha in (2.0, 4.0, 8.0)]
+    >>> [logits.shape[0] for logits in sweep(task, grid, [stream[:100], stream[100:]])]
+    [160, 160, 160]
+    """
+    if not methods:
+        raise InputError("A sweep needs at least one setting.")
+    for method in methods:
+        method.check(task)
+    runs = [_Runs(task, methods, places) for places in _abreast(task, methods)]
+    logits: list[list[Tensor]] = [[] for _ in methods]
+    count = 0
+    for chunk in chunks:
+        for run in runs:
+            for place, rows in run.scan(chunk, count).items():
+                logits[place].append(rows)
+        count += len(chunk)
+    return [torch.cat(parts) for parts in logits]
+
+
+class _Runs:
+    """Methods that go through the stream together: side by side in a fast twin, or one by one."""
+
+    def __init__(self, task: Task, methods: Sequence[Method], places: Sequence[int]) -> None:
+        self.task, self.places = task, places
+        self.runner = fast.runner(task, [methods[place] for place in places])
+        self.sessions = [] if self.runner else [Session(task, methods[place]) for place in places]
+
+    def scan(self, chunk: Tensor, count: int) -> dict[int, Tensor]:
+        """Logits (n, C) of a chunk that comes after `count` images, by the method's place."""
+        if self.runner is None:
+            rows = [session.scan(chunk) for session in self.sessions]
+        else:
+            views = unit_views(chunk, self.task.text, count)
+            with torch.inference_mode():
+                rows = list(torch.stack([self.runner.step(image)[0] for image in views], 1))
+        return {place: row.clone() for place, row in zip(self.places, rows, strict=True)}
+
+
+def _abreast(task: Task, methods: Sequence[Method]) -> list[list[int]]:
+    """Which methods, by place, run side by side: those that a fast twin takes together, as many as memory allows."""
+    groups: dict[object, list[list[int]]] = {}
+    for place, method in enumerate(methods):
+        together = groups.setdefault(fast.shape(task, method), [[]])
+        if together[-1] and (len(together[-1]) + 1) * _size(task, method) > ABREAST:
+            together.append([])
+        together[-1].append(place)
+    return [group for together in groups.values() for group in together]
+
+
+def _size(task: Task, method: Method) -> int:
+    """Bytes that a run's state takes."""
+    return sum(leaf.nbytes for leaf in leaves(method.init(task)))

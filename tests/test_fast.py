@@ -1,0 +1,155 @@
+"""Fast twins against the methods themselves: one step at a time from the same state, and over whole streams."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+import torch
+from tolerances import assert_close
+
+import testtime as tt
+from testtime import fast
+from testtime.fast import compiled, dpe
+from testtime.methods.base import leaves
+from testtime.methods.dpe import DPE
+
+SETTINGS = {
+    "released": {},
+    "no alignment": {"align_weight": 0.0},
+    "no entropy": {"entropy_weight": 0.0},
+    "no residuals": {"steps": 0},
+    "no queues": {"queue": 0},
+    "one slot": {"queue": 1},
+    "text fixed": {"text_update": "none"},
+    "text replaced": {"text_update": "full", "entropy_threshold": 0.5},
+    "text averaged": {"text_update": "exponential", "text_decay": 0.9},
+    "text not nudged": {"lr_text": 0.0},
+    "other bookkeeping": {"renormalise_text": True, "gate_keeps": "above", "entropy_unit": "ln", "prompt_count": 0},
+    "scaled affinity": {"scale_affinity": True, "alpha": 0.5},
+    "views chosen again": {"multi_view_prediction": True, "entropy_threshold": 0.5},
+}
+every_setting = pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+
+
+def toy(dtype: torch.dtype, views: int = 1, images: int = 60):
+    task, stream, labels = tt.toy(classes=10, dim=24, images=images, views=views)
+    return task.to(dtype=dtype), stream.to(dtype), labels
+
+
+@every_setting
+@every_dtype
+@pytest.mark.parametrize("views", [1, 20])
+def test_each_step_is_the_method_s_own_from_the_same_state(settings, dtype, views) -> None:
+    task, stream, _ = toy(dtype, views)
+    method = DPE(**settings)
+    state = method.init(task)
+    for image in stream[:25]:
+        runner = fast.runner(task, [method], [state])
+        (logits,), (learned,) = runner.step(image)
+        expected, after = method.step(task, state, image)
+        assert_close(logits, expected, "twin", "logits")
+        assert learned == method.learned(state, after)
+        for ours, plain in zip(leaves(runner.states()[0]), leaves(after), strict=True):
+            torch.testing.assert_close(ours, plain, atol=1e-5, rtol=0)
+        state = after
+
+
+@every_setting
+def test_a_stream_through_the_twin_ends_where_the_method_s_own_does(settings) -> None:
+    task, stream, labels = toy(torch.float32, views=12, images=160)
+    method = DPE(**settings)
+    twin, plain = tt.Session(task, method), tt.Session(task, method, reference=True)
+    ours, expected = twin.scan(stream), plain.scan(stream)
+    assert_close(ours, expected, "stream")
+    assert int((ours.argmax(1) == labels).sum()) == int((expected.argmax(1) == labels).sum())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"steps": 2}, {"view_average": "probabilities"}, {"align_both": True}, {"adam_state": "fp16"}],
+    ids=str,
+)
+def test_what_the_twin_is_not_written_for_is_left_to_the_method(settings) -> None:
+    task, stream, _ = toy(torch.float32, views=12)
+    assert fast.runner(task, [DPE(**settings)]) is None
+    assert torch.equal(
+        tt.Session(task, DPE(**settings)).scan(stream), tt.Session(task, DPE(**settings), reference=True).scan(stream)
+    )
+
+
+def test_a_class_derived_from_a_method_is_not_replaced_by_its_twin() -> None:
+    class Own(DPE):
+        pass
+
+    task, _, _ = toy(torch.float32)
+    assert fast.runner(task, [Own()]) is None
+
+
+def test_the_alignment_is_computed_anew_only_after_a_prototype_has_changed(monkeypatch) -> None:
+    task, stream, _ = toy(torch.float32)
+    runner = dpe.Runner(task, [DPE()])
+    products = 0
+    multiply = torch.addmm
+
+    def counted(start, one, other, **options):
+        nonlocal products
+        products += one.shape == other.T.shape == task.text.shape
+        return multiply(start, one, other, **options)
+
+    monkeypatch.setattr(torch, "addmm", counted)
+    changed = True
+    for image in stream:
+        before = products
+        _, (learned,) = runner.step(image)
+        # a push of this very image counts: it comes before the residuals; an evolution of the text, for the next
+        assert products - before in ((0, 1) if learned or changed else (0,))
+        changed = learned
+    assert 0 < products < len(stream)
+
+
+def test_a_run_that_is_saved_and_loaded_goes_on_bit_for_bit(tmp_path) -> None:
+    task, stream, _ = toy(torch.float32, views=12)
+    whole = tt.Session(task, DPE()).scan(stream)
+    session = tt.Session(task, DPE())
+    session.scan(stream[:31])
+    session.save(tmp_path / "s.safetensors")
+    assert torch.equal(tt.Session.load(tmp_path / "s.safetensors", task).scan(stream[31:]), whole[31:])
+    fork = session.fork()
+    session.scan(stream[31:40])
+    assert torch.equal(fork.scan(stream[31:]), whole[31:])
+
+
+def test_a_step_that_was_broken_off_gives_out_no_state(monkeypatch) -> None:
+    task, stream, _ = toy(torch.float32)
+    runner = dpe.Runner(task, [DPE()])
+    monkeypatch.setattr(runner, "_adapt", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        runner.step(stream[0])
+    with pytest.raises(RuntimeError, match="saved state"):
+        runner.states()
+
+
+@pytest.mark.skipif(subprocess.run(["sh", "-c", "command -v g++"]).returncode != 0, reason="no C++ compiler")
+def test_compiled_passes_give_the_same_numbers(monkeypatch) -> None:
+    task, stream, _ = toy(torch.float32, images=40)
+    expected = tt.Session(task, DPE(), reference=True).scan(stream)
+    monkeypatch.setattr(dpe, "PATIENCE", 0)
+    session = tt.Session(task, DPE())
+    assert session._fast().long
+    assert_close(session.scan(stream), expected, "stream")
+
+
+def test_without_a_compiler_the_fallback_works_and_says_so_once(monkeypatch) -> None:
+    def broken(function, **options):
+        def call(*arguments):
+            raise RuntimeError("no compiler found")
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", broken)
+    call = compiled.compiled.__wrapped__(abs, lambda number: -number)
+    with pytest.warns(RuntimeWarning, match="no compiler found"):
+        assert call(3) == -3
+    assert call(4) == -4

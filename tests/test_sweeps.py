@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+import testtime as tt
+from testtime import sweeps
+from testtime.methods.dpe import DPE
+from testtime.methods.tda import TDA
+from testtime.types import InputError
+
+GRID = [
+    *(DPE(alpha=alpha, beta=beta) for alpha in (2.0, 6.0) for beta in (3.0, 8.0)),
+    *(DPE(queue=queue, entropy_threshold=tau) for queue in (1, 3) for tau in (0.0, 0.3)),
+    DPE(align_weight=0.0),
+    DPE(text_update="none"),
+    DPE(text_update="full"),
+    DPE(lr_text=0.0),
+    DPE(steps=0),
+    DPE(steps=2),
+    DPE.paper(),
+    TDA(),
+]
+
+
+@pytest.mark.parametrize("views", [1, 12])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+def test_settings_side_by_side_give_exactly_what_each_gives_alone(views, dtype) -> None:
+    task, stream, _ = tt.toy(classes=12, dim=48, images=60, views=views)
+    task, stream = task.to(dtype=dtype), stream.to(dtype)
+    together = tt.sweep(task, GRID, stream.split(25))
+    for method, logits in zip(GRID, together, strict=True):
+        assert torch.equal(logits, tt.Session(task, method).scan(stream)), method
+
+
+def test_settings_that_do_not_fit_in_memory_together_run_in_turns(monkeypatch) -> None:
+    task, stream, _ = tt.toy(images=20)
+    grid = [DPE(alpha=float(alpha)) for alpha in range(1, 6)]
+    expected = tt.sweep(task, grid, [stream])
+    monkeypatch.setattr(sweeps, "ABREAST", 2 * sweeps._size(task, grid[0]))
+    assert [len(group) for group in sweeps._abreast(task, grid)] == [2, 2, 1]
+    for one, other in zip(expected, tt.sweep(task, grid, [stream]), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_an_empty_sweep_is_refused() -> None:
+    task, stream, _ = tt.toy(images=8)
+    with pytest.raises(InputError, match="at least one setting"):
+        tt.sweep(task, [], [stream])
