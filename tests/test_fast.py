@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-
 import pytest
 import torch
 from tolerances import assert_close
 
 import testtime as tt
 from testtime import fast
-from testtime.fast import compiled, dpe
+from testtime.fast import dpe
 from testtime.methods.base import leaves
 from testtime.methods.dpe import DPE
 
@@ -124,32 +122,16 @@ def test_a_run_that_is_saved_and_loaded_goes_on_bit_for_bit(tmp_path) -> None:
 def test_a_step_that_was_broken_off_gives_out_no_state(monkeypatch) -> None:
     task, stream, _ = toy(torch.float32)
     runner = dpe.Runner(task, [DPE()])
-    monkeypatch.setattr(runner, "_adapt", lambda *_: 1 / 0)
+    monkeypatch.setattr(runner, "_nudge", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         runner.step(stream[0])
     with pytest.raises(RuntimeError, match="saved state"):
         runner.states()
 
 
-@pytest.mark.skipif(subprocess.run(["sh", "-c", "command -v g++"]).returncode != 0, reason="no C++ compiler")
-def test_compiled_passes_give_the_same_numbers(monkeypatch) -> None:
-    task, stream, _ = toy(torch.float32, images=40)
-    expected = tt.Session(task, DPE(), reference=True).scan(stream)
-    monkeypatch.setattr(dpe, "PATIENCE", 0)
-    session = tt.Session(task, DPE())
-    assert session._fast().long
-    assert_close(session.scan(stream), expected, "stream")
-
-
-def test_without_a_compiler_the_fallback_works_and_says_so_once(monkeypatch) -> None:
-    def broken(function, **options):
-        def call(*arguments):
-            raise RuntimeError("no compiler found")
-
-        return call
-
-    monkeypatch.setattr(torch, "compile", broken)
-    call = compiled.compiled.__wrapped__(abs, lambda number: -number)
-    with pytest.warns(RuntimeWarning, match="no compiler found"):
-        assert call(3) == -3
-    assert call(4) == -4
+def test_without_numba_the_numbers_are_the_same(monkeypatch) -> None:
+    task, stream, _ = toy(torch.float64, views=12)
+    expected = tt.Session(task, DPE()).scan(stream)
+    assert dpe.kernels is not None
+    monkeypatch.setattr(dpe, "kernels", None)
+    assert_close(tt.Session(task, DPE()).scan(stream), expected, "stream")

@@ -227,7 +227,7 @@ class Session:
     def _fast(self) -> Runner | None:
         """The method's fast twin at this session's state, if it has one."""
         if self._runner is None and not self.reference:
-            self._runner = fast.runner(self.task, [self.method], [self._state], self.count)
+            self._runner = fast.runner(self.task, [self.method], [self._state])
         return self._runner
 
     def _features(self, images: list[Any]) -> list[Tensor]:

@@ -35,14 +35,11 @@ def shape(task: Task, method: Method) -> Hashable:
     return None
 
 
-def runner(task: Task, methods: Sequence[Any], states: Sequence[Any] | None = None, images: int = 0) -> Runner | None:
-    """A fast twin of methods of one `shape`, or None where there is none.
-
-    `states` are where to go on from, after `images` of the stream.
-    """
+def runner(task: Task, methods: Sequence[Any], states: Sequence[Any] | None = None) -> Runner | None:
+    """A fast twin of methods of one `shape` that goes on from `states`, or None where there is none."""
     from testtime.fast import dpe
 
     shapes = {shape(task, method) for method in methods}
     if len(shapes) > 1 or None in shapes:
         return None
-    return dpe.Runner(task, methods, states, images)
+    return dpe.Runner(task, methods, states)
