@@ -38,9 +38,9 @@ def test_a_split_file_decides_where_there_is_one(folders) -> None:
     assert list(data.classnames) == ["grand piano", "cat"] and list(data.labels) == [1, 0]
     assert all(path.exists() for path in data.paths) and len(data) == 2
     with pytest.raises(InputError, match="'train' is empty"):
-        open_dataset(folders, "train")
+        open_dataset(folders, part="train")
     with pytest.raises(InputError, match="no part 'val'"):
-        open_dataset(folders, "val")
+        open_dataset(folders, part="val")
 
 
 @pytest.mark.parametrize("text", ["{", "[1, 2]", '{"test": [["a", "b"]]}', '{"test": 3}'])
