@@ -64,6 +64,37 @@ def test_missing_images_and_folders_are_named(folders, tmp_path) -> None:
         open_dataset(folders)
 
 
+def test_images_in_shards_are_encoded_as_files_are(tmp_path, folders) -> None:
+    import tarfile
+
+    from testtime import Features, build_task, load_encoder
+    from testtime.encode import encode
+
+    files = open_dataset(folders)
+    with tarfile.open(tmp_path / "d.tar", "w") as archive:
+        for number, (path, label) in enumerate(zip(files.paths, files.labels or (), strict=True)):
+            archive.add(path, f"{number}.png")
+            (tmp_path / "label").write_text(files.classnames[label])
+            archive.add(tmp_path / "label", f"{number}.txt")
+    stored = open_dataset(tmp_path / "d.tar")
+    assert stored.classnames == files.classnames and stored.labels == files.labels
+    encoder = load_encoder("tiny")
+    task = build_task(encoder, files.classnames)
+    for name, dataset in (("files", files), ("stored", stored)):
+        encode(encoder, task, dataset.paths, tmp_path / name, labels=dataset.labels, views=2, shard=3)
+    ours, theirs = Features(tmp_path / "stored"), Features(tmp_path / "files")
+    assert ours.labels is not None and ours.labels.equal(theirs.labels)
+    assert all(a.equal(b) for a, b in zip(ours.chunks(range(4)), theirs.chunks(range(4)), strict=True))
+    # resumed, the names of shards are found again
+    assert encode(encoder, task, stored.paths, tmp_path / "stored", labels=stored.labels, views=2, shard=3,
+                  resume=True, on_skip=None) == 4  # fmt: skip
+
+
+def test_a_name_that_is_nothing_says_what_a_dataset_is() -> None:
+    with pytest.raises(InputError, match="nor a benchmark of that name"):
+        open_dataset("imagenett")
+
+
 def test_the_caltech_split_is_found_whole(data) -> None:
     dataset = open_dataset(data / "caltech-101")
     assert len(dataset) == 2465 and len(dataset.classnames) == 100

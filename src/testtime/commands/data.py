@@ -106,7 +106,8 @@ def _print_findings(findings: list[Finding], root: Path) -> None:
     """The benchmarks that are there, what there is to say of them, and then those to download."""
     found = [finding for finding in findings if finding.folder is not None]
     if found:
-        table = Table(box=None, pad_edge=False, header_style="dim")
+        gap = 2 if out.width >= 100 else 1  # a folder's name should not be broken
+        table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, gap, 0, 0))
         table.add_column("dataset", style="bold", no_wrap=True)
         table.add_column("state", no_wrap=True)
         for column in ("images", "of", "classes"):
@@ -126,8 +127,9 @@ def _print_findings(findings: list[Finding], root: Path) -> None:
             )
         out.print(table)
     for finding in found:
-        for note in finding.notes:
-            out.print(f"[{STYLES[finding.state]}]{finding.row.name}[/]: {escape(note)}", highlight=False)
+        if finding.notes:
+            notes = escape("; ".join(finding.notes))
+            out.print(f"[{STYLES[finding.state]}]{finding.row.name}[/]: {notes}", highlight=False)
     missing = [finding for finding in findings if finding.folder is None]
     if missing:
         out.print(f"\n[bold]Not there[/]: {len(missing)} of {len(findings)}", highlight=False)

@@ -20,7 +20,7 @@ class Place(NamedTuple):
     row: Benchmark
     home: Path  # the dataset's own folder
     images: Path  # where its images start, as far as can be seen from outside
-    layout: str  # CoOp, TPT, CoOp/TPT or other
+    layout: str  # CoOp, TPT, both (where they agree) or other
     split: Path | None  # the file that lists its images; None where it has none, or it is missing
 
 
@@ -74,11 +74,19 @@ def read_benchmark(place: Place, part: str = "test") -> Dataset:
     else:
         insides = [place.home / name for name in row.inside]
         data = read_split(place.split, place.home, part, [folder for folder in insides if folder.is_dir()])
-    notes = data.notes
-    if part == "test" and (len(data), len(data.classnames)) != (row.images, row.classes):
-        here = f"{len(data):,} images of {len(data.classnames):,} classes are here"
-        notes = (f"{here}; {row.title} has {row.images:,} of {row.classes:,}", *notes)
-    return replace(data, name=row.name, notes=notes)
+    counts = _counted(row, data) if part == "test" else []
+    return replace(data, name=row.name, notes=(*counts, *data.notes))
+
+
+def _counted(row: Benchmark, data: Dataset) -> list[str]:
+    """How a test part differs from the published one, if it does."""
+    notes = []
+    if lacking := row.images - len(data):
+        missing = f"{lacking:,} of its {row.images:,} test images are missing"
+        notes.append(missing if lacking > 0 else f"{-lacking:,} more than the {row.images:,} images of its test part")
+    if len(data.classnames) != row.classes:
+        notes.append(f"{len(data.classnames):,} classes where it has {row.classes:,}")
+    return notes
 
 
 def _imagenet_part(place: Place, part: str) -> Dataset:
@@ -123,5 +131,5 @@ def _layout(row: Benchmark, home: Path, images: Path) -> str:
     for same in (str, folded):
         layouts = [n for n, known in (("CoOp", row.coop), ("TPT", row.tpt)) if same(path) == same(known)]
         if layouts:
-            return "/".join(layouts)
+            return layouts[0] if len(layouts) == 1 else "both"
     return "other"
