@@ -118,6 +118,20 @@ def test_a_folder_of_any_name_is_taken_for_what_it_is_said_to_be(tmp_path) -> No
         open_dataset("caltech101", root=tmp_path / "hard")
 
 
+def test_split_files_without_their_datasets_are_no_datasets(tmp_path) -> None:
+    write_tree(tmp_path, "food101", "coop")
+    for name in ("food101", "ucf101", "dtd"):
+        (tmp_path / TREES[name].split).write_text("{}")
+    assert locate(benchmark("ucf101"), tmp_path) is None and locate(benchmark("food101"), tmp_path) is not None
+
+
+def test_a_folder_of_any_name_is_known_by_its_split(tmp_path) -> None:
+    write_tree(tmp_path, "dtd", "coop")
+    (tmp_path / "dtd").rename(tmp_path / "textures")
+    place = locate(benchmark("dtd"), tmp_path / "textures")
+    assert place is not None and place.home.name == "textures" and place.layout == "other"
+
+
 def test_one_variants_folder_is_not_taken_for_another(tmp_path) -> None:
     write_tree(tmp_path, "imagenet-a", "tpt")
     place = identify(tmp_path / "imagenet-a")

@@ -39,7 +39,6 @@ def open_dataset(what: str | Path, *, root: str | Path | None = None, part: str 
     What is missing or odd, and does not stop the stream, is said in `notes`.
     """
     text = os.path.expanduser(what)
-    names = {folded(row.name) for row in BENCHMARKS}
     if root is not None:
         row = benchmark(str(what))
         place = locate(row, Path(os.path.expanduser(root)), given=True)
@@ -52,14 +51,14 @@ def open_dataset(what: str | Path, *, root: str | Path | None = None, part: str 
     path = Path(text)
     if path.is_dir():
         return _open_folder(path, part)
-    if "{" in text or (glob.has_magic(text) and text.endswith(".tar")) or path.suffix.lower() == ".tar":
-        return shards.read_shards(shards.find_shards(text), path.stem)
     if path.is_file():
         return _open_file(path, part)
-    if folded(text) in names:
-        raise InputError(f"{text} is a benchmark: say where it lies, the folder of all datasets or its own (root).")
+    if text.endswith(".tar") and ("{" in text or glob.has_magic(text)):
+        return shards.read_shards(shards.find_shards(text), path.stem)
     if glob.has_magic(text):
         return own.read_unlabelled(text)
+    if folded(text) in {folded(row.name) for row in BENCHMARKS}:
+        raise InputError(f"{text} is a benchmark: say where it lies, the folder of all datasets or its own (root).")
     raise InputError(f"No folder or file {text}, nor a benchmark of that name. A dataset is {WAYS}.")
 
 
@@ -69,6 +68,8 @@ def _open_file(file: Path, part: str) -> Dataset:
             return read_split(file, file.parent, part)
         case suffix if suffix in own.TABLES:
             return own.read_table(file)
+        case ".tar":
+            return shards.read_shards([file], file.stem)
         case ".parquet":
             return tables.read_tables([file], file.stem, file.parent)
         case ".txt" | ".lst":

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from testtime.datasets.benchmarks import BENCHMARKS, SPLITS, Benchmark, folded
 from testtime.datasets.dataset import Dataset, subfolders
 from testtime.datasets.imagenet import has_classes, is_flat, read_imagenet
-from testtime.datasets.splits import read_aircraft, read_split
+from testtime.datasets.splits import SPLIT, read_aircraft, read_split
 from testtime.types import InputError
 
 
@@ -107,7 +107,8 @@ def _homes(row: Benchmark, root: Path, given: bool) -> Iterator[Path]:
     known = [Path(row.coop).parts[0], Path(row.tpt).parts[0]]
     children = [root / name for name in subfolders(root) if _called(row, root / name)]
     yield from sorted(children, key=lambda home: (known.index(home.name) if home.name in known else 2, home.name))
-    if not _called(row, root) and (given or (row.kind == "split" and (root / row.split).is_file())):
+    # a folder with several splits is one that datasets lie beside
+    if not _called(row, root) and (given or [file.name for file in root.glob(SPLIT)] == [row.split]):
         yield root
 
 
