@@ -67,7 +67,7 @@ def test_missing_images_and_folders_are_named(folders, tmp_path) -> None:
 def test_images_in_shards_are_encoded_as_files_are(tmp_path, folders) -> None:
     import tarfile
 
-    from testtime import Features, build_task, load_encoder
+    from testtime import Features, Session, build_task, load_encoder
     from testtime.encode import encode
 
     files = open_dataset(folders)
@@ -85,6 +85,8 @@ def test_images_in_shards_are_encoded_as_files_are(tmp_path, folders) -> None:
     ours, theirs = Features(tmp_path / "stored"), Features(tmp_path / "files")
     assert ours.labels is not None and ours.labels.equal(theirs.labels)
     assert all(a.equal(b) for a, b in zip(ours.chunks(range(4)), theirs.chunks(range(4)), strict=True))
+    one, other = (Session(task, "zeroshot", encoder=encoder).step(d.paths[2]).logits for d in (stored, files))
+    assert one.equal(other)
     # resumed, the names of shards are found again
     assert encode(encoder, task, stored.paths, tmp_path / "stored", labels=stored.labels, views=2, shard=3,
                   resume=True, on_skip=None) == 4  # fmt: skip

@@ -90,6 +90,14 @@ def test_what_is_missing_and_what_is_foreign_is_noted(tmp_path) -> None:
     assert "ILSVRC2012_val_00000005.JPEG is the first image missing" in notes
 
 
+def test_a_class_of_v2_that_lacks_images_is_named(tmp_path) -> None:
+    images = write_tree(tmp_path, "imagenet-v2", "coop")
+    for number in range(9):
+        write_image(images / "0" / f"more{number}.jpeg")
+    notes = open_dataset("imagenet-v2", root=tmp_path).notes
+    assert "3 class folders are half empty: 2 has 1 of 10 images" in notes
+
+
 def test_class_folders_without_images_are_an_error(tmp_path) -> None:
     (tmp_path / "imagenet-a" / "n01498041").mkdir(parents=True)
     with pytest.raises(InputError, match="no image in any"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -74,6 +75,11 @@ def read_imagenet(row: Benchmark, home: Path, images: Path) -> Dataset:
         notes.append(f"{len(absent):,} of {len(folders):,} class folders are missing: {some(absent)}")
     if others := sorted(there.difference(folders)):
         notes.append(f"folders that are no class of {row.title} are left out: {some(others)}")
+    if row.name == "imagenet-v2":  # ten images a class, under names that tell nothing
+        short = [label for label, count in sorted(Counter(labels).items()) if count < 10]
+        if short:
+            first, count = folders[short[0]], labels.count(short[0])
+            notes.append(f"{len(short):,} class folders are half empty: {first} has {count} of 10 images")
     if row.name == "imagenet" and (gap := _first_gap(paths, row.images)):
         notes.append(f"{gap} is the first image missing")
     return Dataset(row.name, paths, labels, _names(row, home, images), tuple(notes))
