@@ -397,9 +397,16 @@ def test_an_unknown_list_is_an_error(cli) -> None:
     assert outcome.code == 2 and "Did you mean 'methods'" in outcome.err
 
 
-@pytest.mark.parametrize("command", ["run", "encode", "replay", "list", "demo", "version"])
+def test_a_bench_of_unlabelled_images_is_refused(cli, photos) -> None:
+    outcome = cli("bench", "systems", photos / "cat")
+    assert outcome.code == 2 and "no labels to score with" in outcome.err
+
+
+@pytest.mark.parametrize(
+    "command", ["run", "encode", "replay", "list", "demo", "version", "data check", "data info"]
+)  # fmt: skip
 def test_every_command_has_help_with_an_example(cli, command) -> None:
-    outcome = cli(command, "--help")
+    outcome = cli(*command.split(), "--help")
     assert outcome.code == 0 and f"testtime {command}" in outcome.out.split("Example:")[1]
 
 

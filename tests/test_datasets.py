@@ -38,9 +38,9 @@ def test_a_split_file_decides_where_there_is_one(folders) -> None:
     assert list(data.classnames) == ["grand piano", "cat"] and list(data.labels) == [1, 0]
     assert all(path.exists() for path in data.paths) and len(data) == 2
     with pytest.raises(InputError, match="'train' is empty"):
-        open_dataset(folders, "train")
+        open_dataset(folders, part="train")
     with pytest.raises(InputError, match="no part 'val'"):
-        open_dataset(folders, "val")
+        open_dataset(folders, part="val")
 
 
 @pytest.mark.parametrize("text", ["{", "[1, 2]", '{"test": [["a", "b"]]}', '{"test": 3}'])
@@ -62,6 +62,39 @@ def test_missing_images_and_folders_are_named(folders, tmp_path) -> None:
     Image.new("RGB", (8, 8)).save(folders / "loose.png")
     with pytest.raises(InputError, match=r"loose\.png"):
         open_dataset(folders)
+
+
+def test_images_in_shards_are_encoded_as_files_are(tmp_path, folders) -> None:
+    import tarfile
+
+    from testtime import Features, Session, build_task, load_encoder
+    from testtime.encode import encode
+
+    files = open_dataset(folders)
+    with tarfile.open(tmp_path / "d.tar", "w") as archive:
+        for number, (path, label) in enumerate(zip(files.paths, files.labels or (), strict=True)):
+            archive.add(path, f"{number}.png")
+            (tmp_path / "label").write_text(files.classnames[label])
+            archive.add(tmp_path / "label", f"{number}.txt")
+    stored = open_dataset(tmp_path / "d.tar")
+    assert stored.classnames == files.classnames and stored.labels == files.labels
+    encoder = load_encoder("tiny")
+    task = build_task(encoder, files.classnames)
+    for name, dataset in (("files", files), ("stored", stored)):
+        encode(encoder, task, dataset.paths, tmp_path / name, labels=dataset.labels, views=2, shard=3)
+    ours, theirs = Features(tmp_path / "stored"), Features(tmp_path / "files")
+    assert ours.labels is not None and ours.labels.equal(theirs.labels)
+    assert all(a.equal(b) for a, b in zip(ours.chunks(range(4)), theirs.chunks(range(4)), strict=True))
+    one, other = (Session(task, "zeroshot", encoder=encoder).step(d.paths[2]).logits for d in (stored, files))
+    assert one.equal(other)
+    # resumed, the names of shards are found again
+    assert encode(encoder, task, stored.paths, tmp_path / "stored", labels=stored.labels, views=2, shard=3,
+                  resume=True, on_skip=None) == 4  # fmt: skip
+
+
+def test_a_name_that_is_nothing_says_what_a_dataset_is() -> None:
+    with pytest.raises(InputError, match="nor a benchmark of that name"):
+        open_dataset("imagenett")
 
 
 def test_the_caltech_split_is_found_whole(data) -> None:

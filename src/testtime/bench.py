@@ -89,9 +89,9 @@ class Bench(NamedTuple):
         encode(
             self.encoder,
             task,
-            list(dataset.paths),
+            dataset.paths,
             store,
-            labels=list(dataset.labels),
+            labels=dataset.labels,
             views=self.views,
             augmix=self.augmix,
             seed=self.seed,

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from testtime.commands import about, experiments, images, prompts, replay
+from testtime.commands import about, data, experiments, images, prompts, replay
 from testtime.terminal import err
 from testtime.types import TesttimeError
 
@@ -35,6 +35,7 @@ def _common(
 
 for commands in (images, replay, prompts, experiments, about):
     app.add_typer(commands.app)  # no name: its commands stand beside the others
+app.add_typer(data.app, name="data")
 
 
 def main(argv: list[str] | None = None) -> None:

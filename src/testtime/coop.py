@@ -32,7 +32,7 @@ from torch import Tensor
 from testtime import files
 from testtime.features import unit_views
 from testtime.methods.base import kinds, require
-from testtime.types import Context, Encoder, FeatureError, ImageError, InputError, MissingPart, Task
+from testtime.types import Context, Encoder, FeatureError, ImageError, InputError, MissingPart, StoredImage, Task
 
 FORMAT = "testtime.prompt"
 VERSION = "1"
@@ -283,7 +283,7 @@ def pick_images(
 
 def encode_images(
     encoder: Encoder,
-    paths: Sequence[Path],
+    paths: Sequence[StoredImage],
     *,
     views: int = 1,
     seed: int = 0,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from testtime.features import Features, save_features, write_index
 from testtime.images import read_image
-from testtime.types import Encoder, ImageError, InputError, Task
+from testtime.types import Encoder, ImageError, InputError, StoredImage, Task
 from testtime.views import views as make_views
 
 DTYPES = {"float16": torch.float16, "float32": torch.float32}
@@ -32,7 +32,7 @@ def encode_views(
 def encode(
     encoder: Encoder,
     task: Task,
-    paths: Sequence[Path],
+    paths: Sequence[StoredImage],
     out: str | Path,
     *,
     labels: Sequence[int | None] | None = None,
@@ -95,7 +95,7 @@ def encode(
 
 def _encode_part(
     encoder: Encoder,
-    paths: Sequence[Path],
+    paths: Sequence[StoredImage],
     part: range,
     views: int,
     seed: int,

@@ -17,7 +17,17 @@ from testtime import fast, files, registry
 from testtime.fast import Runner
 from testtime.features import unit_views
 from testtime.interrupts import held_back
-from testtime.types import Encoder, FeatureError, ImageError, InputError, Method, Prediction, StateError, Task
+from testtime.types import (
+    Encoder,
+    FeatureError,
+    ImageError,
+    InputError,
+    Method,
+    Prediction,
+    StateError,
+    StoredImage,
+    Task,
+)
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -110,11 +120,11 @@ class Session:
         twin.state = self.state  # of its own; steps are pure, so it can be shared until either moves on
         return twin
 
-    def step(self, image: Image | str | Path | Tensor) -> Prediction:
+    def step(self, image: Image | str | StoredImage | Tensor) -> Prediction:
         """Predict one image, then learn from it. A refused image leaves everything as it was."""
         return self._advance(self._features([image])[0])
 
-    def predict(self, image: Image | str | Path | Tensor) -> Prediction:
+    def predict(self, image: Image | str | StoredImage | Tensor) -> Prediction:
         """Predict one image from what has been learned so far, learning nothing."""
         return self.fork().step(image)
 
@@ -269,8 +279,8 @@ class Session:
 
 
 def _opened(image: Any) -> Any:
-    """An image as it is, or read from its path."""
-    if isinstance(image, str | Path):
+    """An image as it is, or read from where it is stored."""
+    if isinstance(image, str | StoredImage):
         from testtime.images import read_image
 
         return read_image(image)

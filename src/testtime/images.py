@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from testtime.types import ImageError, InputError
+from testtime.types import ImageError, InputError, StoredImage
 
 MAX_PIXELS = 200_000_000  # 600 MB once decoded; a header can promise far more in a few bytes
 
@@ -28,23 +28,28 @@ LIST_SUFFIXES = (".lst", ".txt")
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "MPO", "PNG", "PPM", "TIFF", "WEBP")
 
 
-def read_image(source: str | Path | bytes | BinaryIO) -> Image.Image:
+def read_image(source: str | Path | StoredImage | bytes | BinaryIO) -> Image.Image:
     """The image in a file, in RGB, upright by its EXIF orientation, fully loaded; the first frame of several.
 
-    Transparency is dropped and not composited, as in CLIP's own `convert("RGB")`. `info["path"]` is the path,
-    where there is one. Whatever is wrong with the file is an ImageError; more than `MAX_PIXELS` are noticed
-    before decoding.
+    Transparency is dropped and not composited, as in CLIP's own `convert("RGB")`. `info["path"]` is the path, or the
+    name of a stored image, where there is one. Whatever is wrong with the file is an ImageError; more than
+    `MAX_PIXELS` are noticed before decoding.
     """
-    if not isinstance(source, (str, Path, bytes)) and not hasattr(source, "read"):
+    if not isinstance(source, (str, bytes, StoredImage)) and not hasattr(source, "read"):
         raise ImageError(f"Expected a path, bytes or an open file; got {type(source).__name__}.")
     name = _name(source)
     try:
+        if isinstance(source, bytes):
+            return _decode(io.BytesIO(source))
         if isinstance(source, (str, Path)):
             with open(source, "rb") as file:
                 image = _decode(file)
-            image.info["path"] = str(source)
-            return image
-        return _decode(io.BytesIO(source) if isinstance(source, bytes) else source)
+        elif isinstance(source, StoredImage):
+            image = _decode(io.BytesIO(source.read_bytes()))
+        else:
+            return _decode(source)
+        image.info["path"] = str(source)
+        return image
     # Pillow's decoders raise nearly anything on a damaged file: SyntaxError, struct.error, KeyError, ...
     except Exception as error:
         raise ImageError(f"{name}: {_wrong(error)}") from error
@@ -70,7 +75,7 @@ def _upright(image: Image.Image) -> Image.Image:
 
 def _name(source: object) -> str:
     """What to call a source in a message."""
-    if isinstance(source, (str, Path)):
+    if isinstance(source, (str, StoredImage)):
         return _line(source) or "''"
     if isinstance(source, bytes):
         return f"image of {len(source):,} bytes"

@@ -62,6 +62,17 @@ class MissingPart(InputError):
     """An extra, a checkpoint or a capability that is not there."""
 
 
+@runtime_checkable
+class StoredImage(Protocol):
+    """An image that is no file of its own: a member of an archive, a row of a table. A Path is one too.
+
+    Its `str()` names it, always the same, as a path does.
+    """
+
+    def read_bytes(self) -> bytes:
+        """The image file's bytes."""
+
+
 class Context(Protocol):
     """A differentiable way from prompt tokens to prototypes, through the encoder's text tower."""
 

@@ -72,8 +72,12 @@ def _encoders() -> list[tuple[str, str]]:
 
 
 def _datasets() -> list[tuple[str, str]]:
+    from testtime.datasets import BENCHMARKS
+
     return [
+        *((row.name, f"{row.title}: {row.images:,} images, {row.classes:,} classes") for row in BENCHMARKS),
         ("FOLDER", "Your own images; folders named after a class give labels to score with"),
+        ("FILE.tar, FILE.csv, ...", "Shards of webdataset, a table of paths and labels, Parquet, a saved dataset"),
         ("FILE.safetensors", "A feature file made by 'testtime encode'"),
         ("demo", "Features of the Caltech101 test split that come with the package"),
     ]

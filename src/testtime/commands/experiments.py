@@ -20,6 +20,7 @@ from testtime.commands.options import (
 )
 from testtime.devices import find_device
 from testtime.terminal import err, out, percent
+from testtime.types import InputError
 
 app = typer.Typer()
 
@@ -48,6 +49,10 @@ def bench(
     if name != "systems":
         raise registry.unknown("experiment", name, ["systems"])
     dataset = open_dataset(data)
+    for note in dataset.notes:
+        err.print(f"[yellow]note[/] {escape(note)}", highlight=False, soft_wrap=True)
+    if dataset.labels is None:
+        raise InputError(f"{data} has no labels to score with: put images in folders named after their classes.")
     loaded = load_encoder(encoder, device=find_device(device))
     plan = Bench(output, loaded, dataset, views, augmix, seed, limit, lambda line: err.print(line, highlight=False))
     rows = run_systems(plan, prompts=learned)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,7 +21,7 @@ from testtime.commands.options import (
 )
 from testtime.devices import find_device
 from testtime.terminal import err, percent, progress
-from testtime.types import InputError
+from testtime.types import InputError, StoredImage
 
 app = typer.Typer()
 
@@ -105,7 +106,7 @@ def train_prompts(
 
 def _training_images(
     images: str | None, split: Path | None, root: Path | None, classes: str | None, file: Path | None
-) -> tuple[list[Path], list[int | None], tuple[str, ...]]:
+) -> tuple[Sequence[StoredImage], list[int | None], tuple[str, ...]]:
     """Paths, labels (None where no class is named) and class names, from folders or from a split."""
     from testtime.datasets import read_split
     from testtime.images import find_images, labels_from_folders
@@ -123,5 +124,5 @@ def _training_images(
     given = classes is not None or file is not None
     names = class_names(classes, file) if given else check_classes(data.classnames)
     # a class's name reads as a folder of that name would
-    called = [Path(data.classnames[label]) / "image" for label in data.labels]
-    return list(data.paths), labels_from_folders(called, names), names
+    called = [Path(data.classnames[label]) / "image" for label in data.labels or ()]
+    return data.paths, labels_from_folders(called, names), names

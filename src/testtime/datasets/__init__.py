@@ -1,85 +1,103 @@
-"""Labelled images on disk: folders named after classes, or a folder with a split file beside the images."""
+"""Images to classify, wherever they lie: the benchmarks of the field by name, and your own in any of six forms."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+import glob
+import os
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
-from testtime.images import find_images, labels_from_folders
+from testtime.datasets import own, shards, tables
+from testtime.datasets.benchmarks import BENCHMARKS, Benchmark, benchmark, folded, templates
+from testtime.datasets.dataset import Dataset, listed_images, subfolders
+from testtime.datasets.locate import Place, identify, locate, read_benchmark
+from testtime.datasets.own import read_folders
+from testtime.datasets.splits import SPLIT, read_split
 from testtime.types import InputError
 
-SPLIT = "split_zhou_*.json"  # the few-shot splits of CoOp: [path, label, class name] under train, val and test
+__all__ = [
+    "BENCHMARKS", "Benchmark", "Dataset", "Place", "benchmark", "identify", "locate", "open_dataset",
+    "read_benchmark", "read_folders", "read_split", "templates",
+]  # fmt: skip
+
+WAYS = "class folders, images, a split_zhou_*.json, .tar shards, Parquet, a saved Hugging Face dataset or a CSV"
 
 
-class Dataset(NamedTuple):
-    """Images and what is in them; labels score, and train where training is what was asked for."""
+def open_dataset(what: str | Path, *, root: str | Path | None = None, part: str = "test") -> Dataset:
+    """The images that `what` stands for, with their labels where there are any.
 
-    name: str
-    paths: Sequence[Path]
-    labels: Sequence[int]
-    classnames: Sequence[str]
+    `what` is the short name of a benchmark, with `root` the folder that holds the datasets or the benchmark's own;
+    or a path, and what is there decides:
 
-    def __len__(self) -> int:
-        return len(self.paths)
+    - a benchmark's own folder, in CoOp's or TPT's layout, or any folder with a `split_zhou_*.json`
+    - a folder of class folders, or of the parts train, val and test with class folders in them
+    - a folder, a pattern or a list (.txt) of images without labels
+    - .tar shards in webdataset's form: a file, a folder of them, or a pattern such as `shard-{000..009}.tar`
+    - a folder that `datasets` has saved (`save_to_disk`), or Parquet files
+    - a CSV, TSV or JSON-lines file of path and label
+
+    What is missing or odd, and does not stop the stream, is said in `notes`.
+    """
+    text = os.path.expanduser(what)
+    if root is not None:
+        row = benchmark(str(what))
+        place = locate(row, Path(os.path.expanduser(root)), given=True)
+        if place is None:
+            raise InputError(
+                f"{row.title} is not in {root}: looked for {row.coop} and {row.tpt}. Download {row.archive} "
+                f"from {row.source}; 'testtime data check {root}' shows what is there."
+            )
+        return read_benchmark(place, part)
+    path = Path(text)
+    if path.is_dir():
+        return _open_folder(path, part)
+    if path.is_file():
+        return _open_file(path, part)
+    if text.endswith(".tar") and ("{" in text or glob.has_magic(text)):
+        return shards.read_shards(shards.find_shards(text), path.stem)
+    if glob.has_magic(text):
+        return own.read_unlabelled(text)
+    if folded(text) in {folded(row.name) for row in BENCHMARKS}:
+        raise InputError(f"{text} is a benchmark: say where it lies, the folder of all datasets or its own (root).")
+    raise InputError(f"No folder or file {text}, nor a benchmark of that name. A dataset is {WAYS}.")
 
 
-def open_dataset(root: str | Path, part: str = "test") -> Dataset:
-    """The images of a folder: as its split file says, if it has one, else as its class folders do."""
-    root = Path(root)
-    if not root.is_dir():
-        raise InputError(f"No folder {root}; a dataset is a folder of class folders, or has a {SPLIT}.")
-    splits = sorted(root.glob(SPLIT))
+def _open_file(file: Path, part: str) -> Dataset:
+    match file.suffix.lower():
+        case ".json":
+            return read_split(file, file.parent, part)
+        case suffix if suffix in own.TABLES:
+            return own.read_table(file)
+        case ".tar":
+            return shards.read_shards([file], file.stem)
+        case ".parquet":
+            return tables.read_tables([file], file.stem, file.parent)
+        case ".txt" | ".lst":
+            return own.read_unlabelled(file)
+    raise InputError(f"{file} is no dataset. A dataset is {WAYS}.")
+
+
+def _open_folder(folder: Path, part: str) -> Dataset:
+    if tables.is_saved(folder):
+        return tables.read_saved(folder, part)
+    if place := identify(folder):
+        return read_benchmark(place, part)
+    splits = sorted(folder.glob(SPLIT))
     if len(splits) > 1:
-        raise InputError(f"{root} has {len(splits)} split files ({', '.join(s.name for s in splits)}); keep one.")
-    return read_split(splits[0], root, part) if splits else read_folders(root)
-
-
-def read_split(file: str | Path, root: str | Path, part: str = "test") -> Dataset:
-    """One part of a split file; images lie in the folder of `root` that holds them."""
-    try:
-        split = json.loads(Path(file).read_text(encoding="utf-8"))
-        rows = [(str(path), int(label), str(name)) for path, label, name in split[part]]
-    except OSError as problem:
-        raise InputError(f"Cannot read {file}: {problem.strerror or problem}.") from None
-    except KeyError:
-        raise InputError(f"{file} has no part '{part}'; it has {', '.join(split)}.") from None
-    except (ValueError, TypeError):
-        raise InputError(f"{file} is not a split file: JSON with lists of [path, label, class name].") from None
-    if not rows:
-        raise InputError(f"{file}: part '{part}' is empty.")
-    names = dict(sorted({label: name for _, label, name in rows}.items()))
-    position = {label: index for index, label in enumerate(names)}
-    folder = _image_folder(Path(root), rows[0][0])
-    return Dataset(
-        Path(root).name,
-        [folder / path for path, _, _ in rows],
-        [position[label] for _, label, _ in rows],
-        [name.replace("_", " ") for name in names.values()],
-    )
-
-
-def read_folders(root: str | Path) -> Dataset:
-    """A folder of class folders; names come sorted."""
-    root = Path(root)
-    names = sorted(path.name for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
-    if len(names) < 2:
-        raise InputError(f"{root} holds {len(names)} class folders; two or more are needed.")
-    paths = find_images(root)
-    labels = [names.index(path.relative_to(root).parts[0]) for path in paths if len(path.relative_to(root).parts) > 1]
-    if len(labels) != len(paths):
-        loose = [path for path, label in zip(paths, labels_from_folders(paths, names), strict=True) if label is None]
-        raise InputError(f"{root}: {len(loose)} images lie in no class folder, {loose[0].name} first.")
-    return Dataset(root.name, paths, labels, [name.replace("_", " ") for name in names])
-
-
-def _image_folder(root: Path, first: str) -> Path:
-    """The folder under which a split's paths are found: the root, or the one folder in it that has the first."""
-    places = [root, *sorted(path for path in root.iterdir() if path.is_dir())]
-    for place in places:
-        if (place / first).exists():
-            return place
-    raise InputError(
-        f"{root}: no image {first} here or one folder down; give the folder that the split's paths start from."
-    )
+        raise InputError(f"{folder} has {len(splits)} split files ({', '.join(s.name for s in splits)}); keep one.")
+    if splits:
+        return read_split(splits[0], folder, part)
+    if files := tables.find_parquet(folder, part):
+        return tables.read_tables(files, folder.name, folder)
+    if archives := shards.find_shards(folder):
+        return shards.read_shards(archives, folder.name)
+    if place_of_part := own.part_folder(folder, part):
+        return replace(_open_folder(place_of_part, part), name=folder.name)
+    for name in ("metadata.csv", "metadata.jsonl"):
+        if (folder / name).is_file():
+            return own.read_table(folder / name)
+    if subfolders(folder):
+        return read_folders(folder)
+    if listed_images(folder):
+        return own.read_unlabelled(folder)
+    raise InputError(f"{folder} holds no dataset: {WAYS}.")

@@ -1,0 +1,123 @@
+"""Your own images: folders named after classes, a folder without labels, or a table of paths and labels."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from testtime.datasets.dataset import Dataset, listed_images, number_labels, present, spaced, subfolders
+from testtime.datasets.imagenet import class_table
+from testtime.images import find_images
+from testtime.types import InputError
+
+PARTS = {
+    "train": ("train", "training"),
+    "val": ("val", "valid", "validation", "dev"),
+    "test": ("test", "testing", "eval"),
+}
+PATH_COLUMNS = ("path", "file_name", "filename", "file", "image", "image_path", "filepath")
+LABEL_COLUMNS = ("label", "class", "classname", "class_name", "category", "target", "labels")
+TABLES = (".csv", ".tsv", ".jsonl")
+
+
+def part_names(part: str) -> tuple[str, ...]:
+    """What a part may be called: 'val' is 'validation' elsewhere."""
+    return next((names for names in PARTS.values() if part in names), (part,))
+
+
+def read_folders(root: str | Path) -> Dataset:
+    """A folder of class folders; names come sorted. WordNet ids are read as ImageNet's classes."""
+    root = Path(root)
+    names = subfolders(root)
+    if len(names) < 2:
+        raise InputError(f"{root} holds {len(names)} class folders; two or more are needed.")
+    if loose := listed_images(root):
+        raise InputError(f"{root}: {len(loose)} images lie in no class folder, {loose[0]} first.")
+    paths = find_images(root)
+    position = {name: label for label, name in enumerate(names)}
+    labels = [position[path.relative_to(root).parts[0]] for path in paths]
+    known = class_table()
+    if all(name in known for name in names):
+        return Dataset(root.name, paths, labels, [known[name] for name in names])
+    return Dataset(root.name, paths, labels, [spaced(name) for name in names])
+
+
+def read_unlabelled(source: str | Path) -> Dataset:
+    """The images of a folder, a pattern or a list, without labels."""
+    return Dataset(Path(source).stem or "images", find_images(source), None, [])
+
+
+def part_folder(root: Path, part: str) -> Path | None:
+    """The folder of one part, where all folders of `root` are named after parts; None where they are not."""
+    folders = subfolders(root)
+    known = {name for names in PARTS.values() for name in names}
+    if not folders or not known.issuperset(folders):
+        return None
+    for name in part_names(part):
+        if name in folders:
+            return root / name
+    raise InputError(f"{root} has no part '{part}'; it has {', '.join(folders)}.")
+
+
+def read_table(file: Path) -> Dataset:
+    """Paths and labels from a CSV, TSV or JSON-lines file. Relative paths start at the file's own folder.
+
+    A CSV has columns path and label, by a header or in that order; a label is a name or a number from 0. Images
+    that are not there are left out, with a note.
+    """
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+        rows = _json_rows(text.splitlines()) if file.suffix.lower() == ".jsonl" else _csv_rows(file, text)
+    except OSError as problem:
+        raise InputError(f"Cannot read {file}: {problem.strerror or problem}.") from None
+    except UnicodeDecodeError:
+        raise InputError(f"{file} is not UTF-8 text.") from None
+    except (csv.Error, ValueError, KeyError, AttributeError) as problem:
+        raise InputError(f"{file} is no table of images: {problem}.") from None
+    if not rows:
+        raise InputError(f"{file} lists no images; its lines read path,label.")
+    there = present(file.parent, [path for path, _ in rows])
+    missing = [path for (path, _), found in zip(rows, there, strict=True) if not found]
+    if len(missing) == len(rows):
+        raise InputError(f"None of the {len(rows):,} images in {file} is there, {missing[0]} first; paths start at it.")
+    labels, names, notes = number_labels([label for _, label in rows], file.parent)
+    kept = [index for index, found in enumerate(there) if found]
+    if missing:
+        notes = [f"{len(missing):,} of {len(rows):,} listed images are missing, {missing[0]} first", *notes]
+    return Dataset(
+        file.parent.name if file.stem == "metadata" else file.stem,
+        [file.parent / rows[i][0] for i in kept],
+        None if labels is None else [labels[i] for i in kept],
+        names,
+        tuple(notes),
+    )
+
+
+def _csv_rows(file: Path, text: str) -> list[tuple[str, str | None]]:
+    delimiter = "\t" if file.suffix.lower() == ".tsv" else ","
+    rows = [row for row in csv.reader(text.splitlines(), delimiter=delimiter, strict=True) if any(row)]
+    head = [cell.strip().lower() for cell in rows[0]] if rows else []
+    if not set(head).isdisjoint(PATH_COLUMNS):
+        path = next(head.index(name) for name in PATH_COLUMNS if name in head)
+        label = next((head.index(name) for name in LABEL_COLUMNS if name in head), None)
+        rows = rows[1:]
+    else:
+        path, label = 0, 1 if len(head) > 1 else None
+    if short := [row for row in rows if len(row) <= max(path, label or 0)]:
+        raise ValueError(f"the row {delimiter.join(short[0])!r} is too short")
+    return [(row[path].strip(), None if label is None else row[label]) for row in rows]
+
+
+def _json_rows(lines: Iterable[str]) -> list[tuple[str, str | None]]:
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            values = json.loads(line)
+            path = next((values[name] for name in PATH_COLUMNS if name in values), None)
+            if path is None:
+                raise ValueError(f"line {number} has none of {', '.join(PATH_COLUMNS)}")
+            label = next((values[name] for name in LABEL_COLUMNS if name in values), None)
+            rows.append((str(path), None if label is None else str(label)))
+    return rows

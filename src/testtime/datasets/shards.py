@@ -1,0 +1,128 @@
+"""Images in tar files, as webdataset lays them out: members of one key are one sample. Nothing is unpacked."""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import posixpath
+import re
+import tarfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from testtime.datasets.dataset import Dataset, number_labels
+from testtime.images import IMAGE_SUFFIXES
+from testtime.types import InputError
+
+LABELS = (".cls", ".txt", ".json")  # a number; a class name; an object that has either under `label` or `cls`
+BRACES = re.compile(r"\{([^{}]*)\}")
+
+
+class TarImage(NamedTuple):
+    """An image inside a tar file: where its bytes are. Read anew each time, so any number may be held."""
+
+    archive: Path
+    member: str
+    offset: int
+    size: int
+
+    def read_bytes(self) -> bytes:
+        with open(self.archive, "rb") as file:
+            file.seek(self.offset)
+            return file.read(self.size)
+
+    def __str__(self) -> str:
+        return f"{self.archive}/{self.member}"
+
+
+def find_shards(pattern: str | Path) -> list[Path]:
+    """The tar files that a file, a folder, or a pattern with {000..012}, {a,b}, * or ? stands for, sorted."""
+    text = str(pattern)
+    if os.path.isdir(text):
+        return sorted(Path(text).glob("*.tar"))
+    found: list[Path] = []
+    for name in _expand(text):
+        matches = [name] if os.path.exists(name) else sorted(glob.glob(name)) if glob.has_magic(name) else []
+        if not matches:
+            raise InputError(f"No file {name}" + (f", which '{text}' names." if name != text else "."))
+        found += map(Path, matches)
+    return found
+
+
+def read_shards(shards: Sequence[Path], name: str) -> Dataset:
+    """The images of tar files in their order, with the labels that lie beside them."""
+    images: list[TarImage] = []
+    values: list[str | None] = []
+    for shard in shards:
+        for image, label in _samples(shard):
+            images.append(image)
+            values.append(label)
+    if not images:
+        raise InputError(f"No image in {shards[0]}" + (f" or the {len(shards) - 1} after it." if shards[1:] else "."))
+    labels, names, notes = number_labels(values, shards[0].parent)
+    return Dataset(name, images, labels, names, tuple(notes))
+
+
+def _samples(shard: Path) -> Iterator[tuple[TarImage, str | None]]:
+    """Images and labels of one tar file; only headers and labels are read."""
+    images: dict[str, TarImage] = {}
+    labels: dict[str, str] = {}
+    try:
+        with tarfile.open(shard, "r:") as archive:
+            for member in archive:
+                key, suffix = _key(member.name)
+                if not member.isfile():
+                    continue
+                if suffix in LABELS:
+                    stream = archive.extractfile(member)
+                    labels[key] = _label(stream.read() if stream else b"", suffix, f"{shard}/{member.name}")
+                elif suffix and key not in images:
+                    images[key] = TarImage(shard, member.name, member.offset_data, member.size)
+    except tarfile.ReadError as problem:
+        raise InputError(
+            f"{shard} is no plain tar file, or is cut short ({problem}). Copy it again; unpack a .tar.gz to a .tar."
+        ) from None
+    except OSError as problem:
+        raise InputError(f"Cannot read {shard}: {problem.strerror or problem}.") from None
+    return ((image, labels.get(key)) for key, image in images.items())
+
+
+def _key(member: str) -> tuple[str, str]:
+    """A sample's key, and which of its files this is; no suffix for a file that is neither image nor label."""
+    folder, base = posixpath.split(member)
+    known = (*IMAGE_SUFFIXES, *LABELS)
+    # webdataset splits at the first dot; names such as 0.000116_clock.jpg have others before the suffix
+    for stem, suffix in (base.partition(".")[::2], base.rpartition(".")[::2]):
+        if stem and f".{suffix.lower()}" in known:
+            return posixpath.join(folder, stem), f".{suffix.lower()}"
+    return member, ""
+
+
+def _label(content: bytes, suffix: str, where: str) -> str:
+    try:
+        text = content.decode("utf-8").strip()
+        if suffix == ".json":
+            value = json.loads(text)
+            if isinstance(value, dict):
+                value = next((value[name] for name in ("label", "cls", "class", "classname") if name in value), "")
+            text = str(value)
+    except ValueError:
+        raise InputError(f"{where} is not a label: text, a number, or JSON with 'label' in it.") from None
+    if suffix == ".cls" and not text.isdecimal():
+        raise InputError(f"{where} should hold the number of a class; it holds {text[:40]!r}.")
+    return text
+
+
+def _expand(pattern: str) -> list[str]:
+    """A pattern with its first braces, and then the next, replaced by each thing that they stand for."""
+    match = BRACES.search(pattern)
+    if not match:
+        return [pattern]
+    if ends := re.fullmatch(r"(\d+)\.\.(\d+)", match[1]):
+        width = len(ends[1])
+        choices = [f"{number:0{width}d}" for number in range(int(ends[1]), int(ends[2]) + 1)]
+    else:
+        choices = match[1].split(",")
+    return [name for choice in choices for name in _expand(pattern[: match.start()] + choice + pattern[match.end() :])]

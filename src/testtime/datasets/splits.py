@@ -1,0 +1,100 @@
+"""Images that a file lists: the few-shot splits of CoOp, and the text files of FGVC-Aircraft."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from testtime.datasets.dataset import Dataset, present, spaced, subfolders
+from testtime.types import InputError
+
+SPLIT = "split_zhou_*.json"  # [path, label, class name] under train, val and test
+SAMPLE = 64  # rows that decide which folder a split's paths start from
+
+
+def read_split(file: str | Path, root: str | Path, part: str = "test", places: Sequence[Path] = ()) -> Dataset:
+    """One part of a split file. Images that are listed but not there are left out, with a note.
+
+    Paths start from one of `places`, by default `root` or a folder in it: from the one that has most of them.
+    Class names are those of all parts, so that every part numbers them alike.
+    """
+    file, root = Path(file), Path(root)
+    parts = _read(file)
+    if part not in parts:
+        raise InputError(f"{file} has no part '{part}'; it has {', '.join(parts)}.")
+    rows = parts[part]
+    if not rows:
+        raise InputError(f"{file}: part '{part}' is empty.")
+    names: dict[int, str] = {}
+    for _, label, name in (row for rows_of_part in parts.values() for row in rows_of_part):
+        if names.setdefault(label, name) != name:
+            raise InputError(f"{file} is damaged: label {label} is called both '{names[label]}' and '{name}'.")
+    numbers = sorted(names)
+    position = {label: index for index, label in enumerate(numbers)}
+    listed = [path for path, _, _ in rows]
+    folder = _image_folder(list(places) or [root, *(root / name for name in subfolders(root))], listed, root)
+    return _existing(
+        root.name, folder, listed, [position[label] for _, label, _ in rows], [spaced(names[n]) for n in numbers]
+    )
+
+
+def read_aircraft(lists: Path, images: Path, part: str = "test") -> Dataset:
+    """FGVC-Aircraft: `variants.txt` has the class names in order, `images_variant_PART.txt` "number class name"."""
+    names = _lines(lists / "variants.txt")
+    position = {name: index for index, name in enumerate(names)}
+    file = lists / f"images_variant_{part}.txt"
+    listed, labels = [], []
+    for line in _lines(file):
+        number, _, name = line.partition(" ")
+        if name not in position:
+            raise InputError(f"{file} is damaged: '{name}' in the line '{line}' is not in {lists / 'variants.txt'}.")
+        listed.append(f"{number}.jpg")
+        labels.append(position[name])
+    if not listed:
+        raise InputError(f"{file} is empty.")
+    return _existing(lists.name, images, listed, labels, names)
+
+
+def _existing(name: str, folder: Path, listed: Sequence[str], labels: Sequence[int], names: Sequence[str]) -> Dataset:
+    there = present(folder, listed)
+    missing = [path for path, found in zip(listed, there, strict=True) if not found]
+    if len(missing) == len(listed):
+        raise InputError(f"{folder} has none of the {len(listed):,} images listed, {listed[0]} first.")
+    notes = (f"{len(missing):,} of {len(listed):,} listed images are missing, {missing[0]} first",) if missing else ()
+    kept = [index for index, found in enumerate(there) if found]
+    return Dataset(name, [folder / listed[i] for i in kept], [labels[i] for i in kept], list(names), notes)
+
+
+def _image_folder(places: Sequence[Path], listed: Sequence[str], root: Path) -> Path:
+    """The place that has most of some of the images."""
+    sample = listed[:: max(1, len(listed) // SAMPLE)]
+    counts = [sum(present(place, sample)) for place in places]
+    if not any(counts):
+        raise InputError(
+            f"{root}: no image {sample[0]} here or one folder down; give the folder that the split's paths start from."
+        )
+    return places[counts.index(max(counts))]
+
+
+def _read(file: Path) -> dict[str, list[tuple[str, int, str]]]:
+    try:
+        split = json.loads(file.read_text(encoding="utf-8"))
+        return {
+            # a leading slash would make a path start at the root of the disk
+            part: [(str(path).lstrip("/"), int(label), str(name)) for path, label, name in rows]
+            for part, rows in split.items()
+        }
+    except OSError as problem:
+        raise InputError(f"Cannot read {file}: {problem.strerror or problem}.") from None
+    except (ValueError, TypeError, AttributeError):
+        raise InputError(f"{file} is not a split file: JSON with lists of [path, label, class name].") from None
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except OSError as problem:
+        raise InputError(f"Cannot read {file}: {problem.strerror or problem}.") from None
+    except UnicodeDecodeError:
+        raise InputError(f"{file} is damaged: it is not text.") from None
