@@ -17,7 +17,7 @@ from testtime.features import unit_views
 from testtime.methods.base import leaves
 from testtime.types import InputError, Method, Task
 
-ABREAST = 2**30  # bytes of state that runs side by side may take
+ABREAST = 2**23  # bytes of state that runs side by side may take: with what is worked on, they stay in a cache
 
 
 def sweep(task: Task, methods: Sequence[Method], chunks: Iterable[Tensor]) -> list[Tensor]:

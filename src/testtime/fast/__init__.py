@@ -7,6 +7,7 @@ or of several runs of the same method under different settings, and moves it alo
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -26,20 +27,21 @@ class Runner(Protocol):
 
 def shape(task: Task, method: Method) -> Hashable:
     """What methods that run side by side have in common, or None where a method has no fast twin here."""
-    from testtime.fast import dpe
     from testtime.methods.dpe import DPE
 
-    # a class derived from DPE may do something else
-    if type(method) is DPE and task.text.is_cpu and dpe.fits(method):
-        return dpe.shape(method)
+    # a class derived from DPE may do something else; numba is an extra
+    if type(method) is DPE and task.text.is_cpu and find_spec("numba"):
+        from testtime.fast import dpe
+
+        return dpe.shape(method) if dpe.fits(method) else None
     return None
 
 
 def runner(task: Task, methods: Sequence[Any], states: Sequence[Any] | None = None) -> Runner | None:
     """A fast twin of methods of one `shape` that goes on from `states`, or None where there is none."""
-    from testtime.fast import dpe
-
     shapes = {shape(task, method) for method in methods}
     if len(shapes) > 1 or None in shapes:
         return None
+    from testtime.fast import dpe
+
     return dpe.Runner(task, methods, states)

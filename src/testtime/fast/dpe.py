@@ -5,7 +5,7 @@ What it does beyond `methods.dpe`, the twin that reads like the paper:
 - a queue that takes an image in changes one row of the queues, of the visual prototypes and of their directions;
 - the pull of the alignment loss, three C x C x D products, is a function of the prototypes alone. It is kept, and
   computed anew only after a prototype has changed: exact, not approximate;
-- all else of size C x D is one pass over memory (`nudge`, `evolve`), compiled where numba is installed;
+- everything else is a few compiled loops (`kernels`), those of size C x D passing over memory once;
 - products are made one setting at a time and all else row by row, so a setting's numbers do not depend on what
   runs beside it.
 
@@ -17,18 +17,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from testtime import ops
 from testtime.bank import Bank
+from testtime.fast import kernels
+from testtime.fast.kernels import Array
 from testtime.methods.dpe import DPE, State
 from testtime.types import Task
-
-try:
-    from testtime.fast import kernels
-except ImportError:  # numba is an extra
-    kernels = None  # type: ignore[assignment]
 
 # the options whose released value this twin is written for
 FORM = {
@@ -55,245 +53,173 @@ def shape(method: DPE) -> tuple[object, ...]:
     return method.queue, method.steps, method.selection, method.multi_view_prediction
 
 
-def nudge(
-    start: Tensor,
-    at: Tensor,
-    pull: Tensor,
-    pulled: Tensor,
-    weight: Tensor,
-    feature: Tensor,
-    soft: Tensor,
-    lr: Tensor,
-    probe: Tensor,
-    moved: Tensor,
-    length: Tensor,
-    dot: Tensor,
-) -> None:
-    """Fill `moved` (S, C, D) with prototypes after one step of AdamW from zero residuals.
-
-    `start` (S, C, D) are the prototypes, `at` their directions. The slope is `pull` (S, C, D), in runs that are
-    `pulled` (S,), plus `weight` (S, C) times `feature` (S, D), less what lies along `at`, which turns nothing. The
-    residual is -lr slope / (|slope| + soft): `soft` (S, C) is eps in the slope's own units. `length` and `dot` (S, C)
-    become the lengths of the result and its products with `probe` (S, D). A `moved` of one row is scratch.
-    """
-    if kernels is not None:
-        given = start, at, pull, pulled, weight, feature, soft, lr, probe, moved, length, dot
-        kernels.nudge(*(tensor.numpy() for tensor in given))
-        return
-    rows = max(1, ops.BLOCK // start.shape[2])  # as many as fit a cache
-    for s in range(len(start)):
-        for c in range(0, start.shape[1], rows):
-            block = s, slice(c, c + rows)
-            slope = torch.outer(weight[block], feature[s])
-            if pulled[s]:
-                slope += pull[block]
-            slope.addcmul_(at[block], (slope * at[block]).sum(1, keepdim=True), value=-1)
-            result = start[block] - lr[s] * slope / slope.abs().add_(soft[block][:, None])
-            length[block], dot[block] = result.norm(dim=1), result @ probe[s]
-            if moved.shape[1] == start.shape[1]:
-                moved[block] = result
-
-
-def evolve(text: Tensor, at: Tensor, length: Tensor, moved: Tensor, moved_length: Tensor, share: float) -> None:
-    """Move `text` (C, D) a `share` of the way towards `moved` at length one; aim `at` and `length` (C,) along it."""
-    if kernels is not None:
-        kernels.evolve(*(tensor.numpy() for tensor in (text, at, length, moved, moved_length)), share)
-        return
-    text.lerp_(moved / moved_length[:, None], share)
-    torch.linalg.vector_norm(text, dim=1, out=length)
-    torch.div(text, length[:, None], out=at)
-
-
 class Runner:
     """S runs of DPE over one stream; see `fast.Runner`."""
 
     def __init__(self, task: Task, methods: Sequence[DPE], states: Sequence[State] | None = None) -> None:
         self.task, self.methods = task, methods
         states = states or [method.init(task) for method in methods]
-        queue = methods[0].queue
+        like = task.text.numpy()
+        self.bits = [1 / math.log(task.classes, 2 if m.entropy_unit == "log2" else math.e) for m in methods]
 
-        def column(*values: float) -> Tensor:
-            return task.text.new_tensor(values)[:, None]  # (S, 1)
+        def each(*values: float) -> Array:
+            return np.array(values, like.dtype)  # (S,)
 
-        self.alpha = column(*(m.alpha * (task.scale if m.scale_affinity else 1.0) for m in methods))
-        self.beta = column(*(m.beta for m in methods))
-        self.entropy_weight = column(*(m.entropy_weight for m in methods))
-        self.align_weight = column(*(m.align_weight / m.align_temperature if queue else 0.0 for m in methods))
-        self.eps = column(*(m.adamw_eps for m in methods))
-        self.bits = column(*(1 / math.log(task.classes, 2 if m.entropy_unit == "log2" else math.e) for m in methods))
-        self.lr_text = column(*(m.lr_text for m in methods))[:, 0]
-        self.lr_visual = column(*(m.lr_image for m in methods))[:, 0]
-        self.pulled = self.align_weight[:, 0] > 0
+        self.alpha = each(*(m.alpha * (task.scale if m.scale_affinity else 1.0) for m in methods))
+        self.beta = each(*(m.beta for m in methods))
+        self.entropy_weight = each(*(m.entropy_weight for m in methods))
+        self.align_weight = each(*(m.align_weight / m.align_temperature if m.queue else 0.0 for m in methods))
+        self.eps = each(*(m.adamw_eps for m in methods))
+        self.lr_text, self.lr_visual = each(*(m.lr_text for m in methods)), each(*(m.lr_image for m in methods))
+        self.pulled = self.align_weight > 0
 
-        self.text = torch.stack([state.text for state in states])  # (S, C, D)
+        self.text = _stacked([state.text for state in states])  # (S, C, D)
         self.updates = [int(state.updates) for state in states]
-        self.keys = torch.stack([state.queue.keys for state in states])  # (S, C, M, D)
-        self.cost = torch.stack([state.queue.cost for state in states])  # (S, C, M)
-        self.visual = torch.stack([state.visual for state in states])  # (S, C, D)
-        self.seen = torch.zeros_like(self.text[..., 0])  # (S, C) of 0 and 1
+        self.keys = _stacked([state.queue.keys for state in states])  # (S, C, M, D)
+        self.cost = _stacked([state.queue.cost for state in states])  # (S, C, M)
+        self.visual = _stacked([state.visual for state in states])  # (S, C, D)
 
-        # what follows from the state, kept beside it: directions, lengths and the pull of the alignment
-        self.at_text, self.text_length = torch.empty_like(self.text), torch.ones_like(self.seen)
-        for s, text in enumerate(self.text):
-            evolve(text, self.at_text[s], self.text_length[s], text, self.text_length[s].clone(), 0.0)
-        self.at_visual, self.visual_length = torch.zeros_like(self.visual), torch.ones_like(self.seen)
-        if queue:
-            self.seen += self.cost[..., 0].isfinite()
-            self._aim(*self.seen.nonzero(as_tuple=True))
+        # what follows from the state, kept beside it: directions, lengths, the pull of the alignment
+        runs, classes, _ = self.text.shape
+        self.seen = np.isfinite(self.cost).any(2).astype(like.dtype)  # (S, C) of 0 and 1
+        self.at_text, self.at_visual = np.zeros_like(self.text), np.zeros_like(self.visual)
+        self.text_length, self.visual_length = np.ones_like(self.seen), np.ones_like(self.seen)
+        for s, c in np.ndindex(runs, classes):
+            kernels.aim(self.text[s], self.at_text[s], self.text_length[s], c)
+            kernels.aim(self.visual[s], self.at_visual[s], self.visual_length[s], c)
+        self.pull_text, self.pull_visual = np.empty_like(self.text), np.empty_like(self.visual)
+        self.stale = self.pulled.copy()
         self._count()
-        self.pull_text, self.pull_visual = torch.empty_like(self.text), torch.empty_like(self.visual)
-        self.stale = self.pulled.tolist()
 
         # room to work in
-        self.similarity = self.text.new_empty(task.classes, task.classes)
-        self.logits = self.text.new_empty(len(methods), 0, task.classes)  # (S, V, C)
-        self.moved = torch.empty_like(self.text)
-        self.moved_visual = torch.empty_like(self.text[:, : None if methods[0].multi_view_prediction else 1])
-        self.length, self.dot = torch.empty_like(self.seen), torch.empty_like(self.seen)
-        self.length_visual, self.dot_visual = torch.empty_like(self.seen), torch.empty_like(self.seen)
+        self.logits = torch.empty(0)  # (S, V, C)
+        self.feature, self.logit = np.empty_like(self.text[:, 0]), np.empty_like(self.seen)
+        self.entropy, self.taken = np.empty_like(self.beta), np.zeros_like(self.pulled)
+        self.by_text, self.by_visual = np.empty_like(self.seen), np.empty_like(self.seen)
+        self.moved = np.empty_like(self.text)
+        self.moved_visual = np.empty_like(self.visual[:, : None if methods[0].multi_view_prediction else 1])
+        self.lengths, self.dots = (
+            np.empty((2, *self.seen.shape), like.dtype),
+            np.empty((2, *self.seen.shape), like.dtype),
+        )
+        self.similarity = torch.empty(classes, classes, dtype=task.text.dtype)
         self.whole = True  # False within a step: what an exception leaves half done is not given out
 
     def step(self, views: Tensor) -> tuple[Tensor, list[bool]]:
         """Logits (S, C) for one image's unit views (V, D), and which runs learned from it."""
         self.whole = False
+        method, rows = self.methods[0], views.numpy()
         # 1. which queue the image belongs to, and how confidently
-        feature, logit, entropy = self._confident(views, self.at_text)
+        self._confident(views, self.at_text)
 
         # 2. evolve the visual prototypes
-        learned = [False] * len(self.methods)
-        if self.methods[0].queue:
-            learned = self._push(logit.argmax(1), feature, entropy * self.bits[:, 0])
+        if method.queue:
+            self._push()
 
         # 3. prototype residual learning
-        if self.methods[0].steps:
-            self._nudge(feature, logit, views[0])
-            moved, visual, length, dots = self.moved, self.moved_visual, self.length, (self.dot, self.dot_visual)
-            visual_length = self.length_visual.clamp_min_(1e-12)
+        moved, visual = self.moved, self.moved_visual
+        if method.steps:
+            self._nudge(rows[0])
         else:
-            moved, visual, length = self.at_text, self.at_visual, torch.ones_like(self.text_length)
-            visual_length = length
-            dots = _dots(moved, views[0].expand_as(feature)), _dots(visual, views[0].expand_as(feature))
+            moved, visual, self.lengths[:] = self.at_text, self.at_visual, 1
+            clean = np.broadcast_to(rows[0], self.feature.shape)
+            self.dots[0], self.dots[1] = _dots(moved, clean), _dots(visual, clean)
 
         # 4. prototype-based inference with both sets
-        if self.methods[0].multi_view_prediction:  # from views chosen again
-            again = self._confident(views, moved, length)[0]
-            dots = _dots(moved, again), _dots(visual, again)
-        logits = self.task.scale * (dots[0] / length) + self._affinity(dots[1] / visual_length)
+        if method.multi_view_prediction:  # from views chosen again
+            self._confident(views, moved, self.lengths[0])
+            self.dots[0], self.dots[1] = _dots(moved, self.feature), _dots(visual, self.feature)
+        logits = np.empty_like(self.seen)
+        sides = self.dots[0], self.lengths[0], self.dots[1], self.lengths[1]
+        kernels.answer(*sides, self.height, self.beta, self.task.scale, logits, self.entropy)
 
         # 5. evolve the text prototypes with images that are confident enough
-        spread = (ops.entropy(logits) * self.bits[:, 0]).tolist()
+        learned = self.taken.tolist()
         for s, method in enumerate(self.methods):
-            accepted = (spread[s] < method.entropy_threshold) is (method.gate_keeps == "below")
+            accepted = (self.entropy[s] * self.bits[s] < method.entropy_threshold) == (method.gate_keeps == "below")
             if accepted and method.text_update != "none":
-                self._evolve(s, moved[s], length[s])
+                self._evolve(s, moved[s])
                 learned[s] = True
         self.whole = True
-        return logits, learned
+        return torch.from_numpy(logits), learned
 
     def states(self) -> list[State]:
         """The state of each run; a copy."""
         if not self.whole:
             raise RuntimeError("A step was broken off half way; go on from a saved state.")
+        text, keys, cost, visual = (torch.from_numpy(a.copy()) for a in (self.text, self.keys, self.cost, self.visual))
         return [
-            State(text.clone(), torch.tensor(updates), Bank(keys.clone(), cost.clone()), visual.clone())
-            for text, updates, keys, cost, visual in zip(
-                self.text, self.updates, self.keys, self.cost, self.visual, strict=True
-            )
+            State(text[s], torch.tensor(updates), Bank(keys[s], cost[s]), visual[s])
+            for s, updates in enumerate(self.updates)
         ]
 
-    def _confident(self, views: Tensor, text: Tensor, length: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """The mean feature (S, D) of each run's confident views, its logit (S, C), and their votes' entropy (S,)."""
-        if self.logits.shape[1] != len(views):
-            self.logits = self.text.new_empty(len(text), len(views), self.task.classes)
-        logits = self.logits
-        for s, rows in enumerate(text):
-            torch.addmm(logits[s], views, rows.T, beta=0, alpha=self.task.scale, out=logits[s])
+    def _confident(self, views: Tensor, text: Array, length: Array | None = None) -> None:
+        """Average each run's confident views: `feature` (S, D), `logit` (S, C) and their votes' `entropy` (S,)."""
+        shape = len(text), len(views), self.task.classes
+        if self.logits.shape != shape:
+            self.logits = torch.empty(shape, dtype=views.dtype)
+        for logits, rows in zip(self.logits, torch.from_numpy(text), strict=True):
+            torch.addmm(logits, views, rows.T, beta=0, alpha=self.task.scale, out=logits)
         if length is not None:
-            logits.div_(length[:, None])
+            self.logits.div_(torch.from_numpy(length)[:, None])
+        log_p = self.logits.log_softmax(-1)
+        chances = log_p.exp()
         if len(views) == 1:
-            return views.expand(len(text), -1), logits[:, 0], ops.entropy(logits[:, 0])
-        log_p = logits.log_softmax(-1)
-        uncertain = (log_p.exp() * log_p).sum(-1)  # (S, V), below 0
-        keep = ops.kept(len(views), self.methods[0].selection)
-        chosen = uncertain.argsort(dim=1, descending=True, stable=True)[:, :keep]  # (S, k)
-        rows = chosen[..., None].expand(-1, -1, logits.shape[2])
-        vote = log_p.gather(1, rows).logsumexp(1) - math.log(keep)
-        return views[chosen].mean(1), logits.gather(1, rows).mean(1), -(vote.exp() * vote).sum(-1)
+            chosen = torch.zeros(len(text), 1, dtype=torch.int64)
+        else:
+            certain = log_p.mul_(chances).sum(-1)  # (S, V): entropies below 0
+            chosen = certain.argsort(dim=1, descending=True, stable=True)
+            chosen = chosen[:, : ops.kept(len(views), self.methods[0].selection)]
+        kernels.average(
+            *(views.numpy(), self.logits.numpy(), chances.numpy(), chosen.contiguous().numpy()),
+            *(self.feature, self.logit, self.entropy),
+        )
 
-    def _push(self, label: Tensor, feature: Tensor, cost: Tensor) -> list[bool]:
-        """Offer each run's feature to its class's queue; which runs took it in."""
-        runs = torch.arange(len(label))
-        taken = cost < self.cost[runs, label, -1]
-        told = taken.tolist()
-        if any(told):
-            s, c, slots = runs[taken], label[taken], self.cost.shape[2]
-            # the newcomer stands last, so a stable sort leaves it behind its equals; then the last one falls out
-            costs, order = torch.cat([self.cost[s, c], cost[s, None]], 1).sort(dim=1, stable=True)
-            rows = torch.cat([self.keys[s, c], feature[s, None]], 1)
-            rows = rows.gather(1, order[:, :slots, None].expand(-1, -1, rows.shape[2]))
-            self.cost[s, c], self.keys[s, c] = costs[:, :slots], rows
-            self.visual[s, c] = rows.sum(1) / costs[:, :slots].isfinite().sum(1, keepdim=True)
-            self._aim(s, c)
-            self.seen[s, c] = 1
+    def _push(self) -> None:
+        """Offer each run's feature to the queue of the class it looks like."""
+        label, price = self.logit.argmax(1), self.entropy * self.bits
+        follow = self.visual, self.at_visual, self.visual_length, self.seen, self.taken
+        kernels.push(label, self.feature, price.astype(self.cost.dtype), self.keys, self.cost, *follow)
+        if self.taken.any():
+            self.stale |= self.taken & self.pulled
             self._count()
-            for run in s.tolist():
-                self.stale[run] = bool(self.pulled[run])
-        return told
-
-    def _aim(self, s: Tensor, c: Tensor) -> None:
-        """Directions and lengths of the visual prototypes of classes c in runs s."""
-        rows = self.visual[s, c]
-        length = rows.norm(dim=1)
-        length.masked_fill_(length == 0, 1)
-        self.at_visual[s, c], self.visual_length[s, c] = rows / length[:, None], length
 
     def _count(self) -> None:
-        """What depends on how many classes have been seen."""
-        gain = self.align_weight / self.seen.sum(1, keepdim=True).clamp_min_(1)
-        gain.masked_fill_(gain == 0, 1)  # (S, 1)
-        self.soft = self.eps / gain
-        self.steepness = self.entropy_weight / gain
-        self.height = self.alpha * self.seen  # (S, C)
+        """What depends on which classes have been seen."""
+        gain = np.where(self.pulled, self.align_weight / np.maximum(self.seen.sum(1), 1), 1).astype(self.beta.dtype)
+        self.soft, self.steepness = self.eps / gain, self.entropy_weight / gain
+        self.height = self.alpha[:, None] * self.seen  # (S, C)
 
-    def _affinity(self, cosine: Tensor) -> Tensor:
-        """What visual prototypes at these cosines (S, C) add to the logits."""
-        return torch.addcmul(-self.beta, self.beta, cosine).exp_().mul_(self.height)
-
-    def _nudge(self, feature: Tensor, logit: Tensor, probe: Tensor) -> None:
-        """Nudge both sets of prototypes to lower the entropy at `feature` (S, D) and to align them."""
+    def _nudge(self, probe: Array) -> None:
+        """Nudge both sets of prototypes to lower the entropy at `feature` and to align them."""
         # entropy of the softmax by the logits, then by each prototype: rank one
-        boost = self._affinity(_dots(self.at_visual, feature))
-        log_p = (logit + boost).log_softmax(1)
-        p = log_p.exp()
-        slope = ((p * log_p).sum(1, keepdim=True) - log_p).mul_(p).mul_(self.steepness)
-        self._refresh()
-        feature, probe = feature.contiguous(), probe.expand_as(feature).contiguous()
-        nudge(
-            *(self.text, self.at_text, self.pull_text, self.pulled, self.task.scale * slope, feature),
-            *(self.soft * self.text_length, self.lr_text, probe, self.moved, self.length, self.dot),
+        near = _dots(self.at_visual, self.feature)
+        factors = self.by_text, self.by_visual
+        kernels.slopes(self.logit, near, self.height, self.beta, self.steepness, self.task.scale, *factors)
+        for s in self.stale.nonzero()[0].tolist():
+            self._refresh(s)
+        kernels.nudge(
+            *(self.text, self.at_text, self.pull_text, self.pulled, self.by_text, self.feature, self.soft),
+            *(self.text_length, self.lr_text, probe, self.moved, self.lengths[0], self.dots[0]),
         )
-        nudge(
-            *(self.visual, self.at_visual, self.pull_visual, self.pulled, slope.mul_(boost).mul_(self.beta), feature),
-            *(self.soft * self.visual_length, self.lr_visual, probe),
-            *(self.moved_visual, self.length_visual, self.dot_visual),
+        kernels.nudge(
+            *(self.visual, self.at_visual, self.pull_visual, self.pulled, self.by_visual, self.feature, self.soft),
+            *(self.visual_length, self.lr_visual, probe, self.moved_visual, self.lengths[1], self.dots[1]),
         )
 
-    def _refresh(self) -> None:
-        """Compute the pull of the alignment anew in the runs whose prototypes have changed."""
-        for s, stale in enumerate(self.stale):
-            if not stale:
-                continue
-            t, v, seen = self.at_text[s], self.at_visual[s], self.seen[s]
-            absent = (seen - 1) * torch.finfo(t.dtype).max  # finite, so that a row of nothing but absent is no NaN
-            masked = 0 if seen.all() else 1  # without the mask, once it masks nothing
-            torch.addmm(absent, v, t.T, beta=masked, alpha=1 / self.methods[s].align_temperature, out=self.similarity)
-            pull = torch.softmax(self.similarity, 1, out=self.similarity)
-            pull.diagonal().sub_(1)
-            torch.mm(pull.T, v, out=self.pull_text[s])
-            torch.mm(pull, t, out=self.pull_visual[s])
-            self.stale[s] = False
+    def _refresh(self, s: int) -> None:
+        """Compute the pull of the alignment anew in run s, whose prototypes have changed."""
+        t, v, seen = (torch.from_numpy(part[s]) for part in (self.at_text, self.at_visual, self.seen))
+        absent = (seen - 1) * torch.finfo(t.dtype).max  # finite, so that a row of nothing but absent is no NaN
+        masked = 0 if seen.all() else 1  # without the mask, once it masks nothing
+        torch.addmm(absent, v, t.T, beta=masked, alpha=1 / self.methods[s].align_temperature, out=self.similarity)
+        pull = torch.softmax(self.similarity, 1, out=self.similarity)
+        pull.diagonal().sub_(1)
+        torch.mm(pull.T, v, out=torch.from_numpy(self.pull_text[s]))
+        torch.mm(pull, t, out=torch.from_numpy(self.pull_visual[s]))
+        self.stale[s] = False
 
-    def _evolve(self, s: int, moved: Tensor, length: Tensor) -> None:
+    def _evolve(self, s: int, moved: Array) -> None:
         """Move the text prototypes of run s towards the adapted ones."""
         method = self.methods[s]
         share = 1 / (self.updates[s] + method.prompt_count + 1)
@@ -301,15 +227,21 @@ class Runner:
             share = 1.0
         elif method.text_update == "exponential":
             share = 1 - method.text_decay
-        text, at, lengths = self.text[s], self.at_text[s], self.text_length[s]
-        evolve(text, at, lengths, moved, length, share)
+        text, at, length = self.text[s], self.at_text[s], self.text_length[s]
+        kernels.evolve(text, at, length, moved, self.lengths[0, s], share)
         if method.renormalise_text:
-            text.copy_(at)
-            evolve(text, at, lengths, text, torch.ones_like(lengths), 0.0)
+            text[:] = at
+            kernels.evolve(text, at, length, text, np.ones_like(length), 0.0)
         self.updates[s] += 1
-        self.stale[s] = bool(self.pulled[s])
+        self.stale[s] = self.pulled[s]
 
 
-def _dots(prototypes: Tensor, features: Tensor) -> Tensor:
+def _stacked(tensors: Sequence[Tensor]) -> Array:
+    """Tensors of S runs as one array (S, ...) of its own."""
+    return torch.stack(list(tensors)).numpy()
+
+
+def _dots(prototypes: Array, features: Array) -> Array:
     """Each run's prototypes (S, C, D) with its own feature (S, D): (S, C)."""
-    return torch.stack([rows @ feature for rows, feature in zip(prototypes, features, strict=True)])
+    pairs = zip(torch.from_numpy(prototypes), torch.tensor(features), strict=True)
+    return torch.stack([rows @ feature for rows, feature in pairs]).numpy()
