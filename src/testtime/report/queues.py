@@ -78,17 +78,21 @@ def queue_map(
     return QueueMap(method, [Snapshot(moment.images, entries) for moment, entries in pairs], text)
 
 
-def tsne(features: Tensor, seed: int) -> list[tuple[float, float]]:
-    """Places on a plane where neighbours by cosine stay neighbours: (E, D) -> E pairs."""
+def need_tsne() -> Any:
+    """scikit-learn's t-SNE, or how to come by it."""
     try:
         from sklearn.manifold import TSNE
     except ImportError:
         raise MissingPart(
             "The map of the queues needs scikit-learn: pip install 'testtime[report]', or leave it out with --no-map."
         ) from None
+    return TSNE
 
+
+def tsne(features: Tensor, seed: int) -> list[tuple[float, float]]:
+    """Places on a plane where neighbours by cosine stay neighbours: (E, D) -> E pairs."""
     perplexity = min(30.0, (len(features) - 1) / 3)
-    fitted = TSNE(perplexity=perplexity, metric="cosine", init="pca", random_state=seed, n_jobs=1)
+    fitted = need_tsne()(perplexity=perplexity, metric="cosine", init="pca", random_state=seed, n_jobs=1)
     places = fitted.fit_transform(features.double().numpy())
     return [(round(float(x), 3), round(float(y), 3)) for x, y in places]
 
