@@ -33,7 +33,7 @@ def _common(
     """Options of every command; `main` has already seen --debug wherever it stood."""
 
 
-for commands in (images, replay, report, prompts, data, experiments, about):
+for commands in (images, replay, report, prompts, experiments, about):
     app.add_typer(commands.app)  # no name: its commands stand beside the others
 app.add_typer(data.app, name="data")
 

@@ -133,6 +133,6 @@ def _cells(counts: Mapping[tuple[int, int], int], truth: int, chosen: Sequence[i
     for answer, number in zip([*chosen, -1], [*inside, total - sum(inside)], strict=True):
         kind = "right" if answer == truth else "other" if answer < 0 else "wrong"
         kind += " group" if answer == chosen[0] else ""
-        share = f' style="--share:{number / total:.2f}"' if number else ""
+        share = f' style="--share:{number / total:.2f}"' if number and answer >= 0 else ""
         cells.append(f'<td class="{kind}"{share}>{number or ""}</td>')
     return "".join(cells)

@@ -36,7 +36,7 @@ def heat_map(grid: Grid) -> str:
     spread = f", from {low:.1%} to {high:.1%}" if known else ""
     return (
         f'<figure class="grid"><div class="scroll" tabindex="0"><table class="heatmap"><caption>{safe(grid.title)}'
-        f'</caption><thead><tr><th scope="col">{safe(grid.y)} ↓ &nbsp; {safe(grid.x)} →</th>{head}</tr></thead>'
+        f'</caption><thead><tr><th scope="col">{safe(grid.x)} →<br>{safe(grid.y)} ↓</th>{head}</tr></thead>'
         f"<tbody>{rows}</tbody></table></div>"
         f"<figcaption>Accuracy in percent{spread}; deeper is better, and the best is framed.</figcaption></figure>"
     )

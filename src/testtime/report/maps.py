@@ -11,7 +11,7 @@ from testtime.report.words import count, plain, px, safe, short, text_width
 
 SIDE, EDGE = 420, 18  # pixels of a map, and around its points
 NAMED = 22  # most classes named on a map
-LISTED = 24  # classes whose queue is listed before the rest is folded away
+LISTED = 20  # classes whose queue is listed before the rest is folded away
 RADIUS = 4.2
 
 
@@ -52,11 +52,11 @@ def contents(report: StreamReport | UnlabelledReport, snapshot: Snapshot, sectio
     rows = [row(label) for label in sorted(held)]
     empty = len(report.classnames) - len(held)
     words = f"After {count(snapshot.images, 'image')}, by class, most confident first"
-    words += f"; {count(empty, 'class')} hold nothing" if empty else ""
-    listed = f'<dl class="queues">{"".join(rows)}</dl>'
-    if len(rows) <= LISTED:
-        return f"<h4>{words}</h4>{listed}"
-    return f"<details><summary>{words}</summary>{listed}</details>"
+    words += f"; {count(empty, 'class')} without any" if empty else ""
+    first, rest = ("".join(part) for part in (rows[:LISTED], rows[LISTED:]))
+    more = f"<summary>{count(len(rows) - LISTED, 'more class')}</summary>"
+    folded = f'<details>{more}<dl class="queues">{rest}</dl></details>' if rest else ""
+    return f'<h4>{words}</h4><dl class="queues">{first}</dl>{folded}'
 
 
 def _map(report: StreamReport | UnlabelledReport, queue_map: QueueMap, snapshot: Snapshot, section: int) -> str:

@@ -11,7 +11,7 @@ from testtime.report.plot import styles_of
 from testtime.report.words import as_table, plain, px, safe
 
 BINS = 15  # of equal width, the usual number
-SIDE, LEFT, TOP, FOOT = 208, 36, 10, 34  # pixels: of the square, before it, above it, and the bars of counts below
+SIDE, LEFT, TOP, FOOT = 200, 42, 10, 34  # pixels: of the square, before it, above it, and the bars of counts below
 
 
 class Bin(NamedTuple):
@@ -108,7 +108,7 @@ def macro_f1(predictions: Sequence[int], labels: Sequence[int]) -> float:
 
 
 def _diagram(answers: Answers, bins: Sequence[Bin], error: float, style: str) -> str:
-    width, bottom = LEFT + SIDE + 12, TOP + SIDE
+    width, bottom = LEFT + SIDE + 18, TOP + SIDE
     height = bottom + FOOT + 46
     step, most = SIDE / len(bins), max(b.images for b in bins)
     floor = bottom + 8 + FOOT
@@ -121,8 +121,7 @@ def _diagram(answers: Answers, bins: Sequence[Bin], error: float, style: str) ->
         y = px(bottom - SIDE * tick)
         parts.append(f'<line class="{"grid" if tick else "base"}" x1="{LEFT}" x2="{LEFT + SIDE}" y1="{y}" y2="{y}"/>')
         parts.append(f'<text class="tick end" x="{LEFT - 6}" y="{y}" dy=".33em">{tick:.0%}</text>')
-        anchor = "end" if tick == 1 else "middle" if tick else ""
-        parts.append(f'<text class="tick {anchor}" x="{px(LEFT + SIDE * tick)}" y="{floor + 16}">{tick:.0%}</text>')
+        parts.append(f'<text class="tick middle" x="{px(LEFT + SIDE * tick)}" y="{floor + 16}">{tick:.0%}</text>')
     for index, b in enumerate(bins):
         if not b.images:
             continue

@@ -14,7 +14,7 @@ from testtime.report.words import count, milliseconds, plain, safe
 
 MOVES = 15  # kinds of change listed
 EXAMPLES = 4  # pictures beside each
-ANSWERED = 20  # classes listed by how often they are the answer
+ANSWERED = 10  # classes listed by how often they are the answer
 
 
 class Move(NamedTuple):
@@ -62,7 +62,7 @@ def _cards(report: UnlabelledReport, slots: Mapping[str, int]) -> str:
         changed = sum(old != new for old, new in zip(baseline, plain(answers.predictions), strict=True))
         confidence = sum(plain(answers.confidences)) / len(baseline)
         time = milliseconds(answers.seconds, len(baseline))
-        big = f"{changed:,}<small>changed</small>" if index else f"{len(baseline):,}<small>images</small>"
+        big = f"{changed:,} <small>changed</small>" if index else f"{len(baseline):,} <small>images</small>"
         cards.append(
             f'<li class="card {style}"><span class="name">{safe(answers.name)}</span><span class="big">{big}</span>'
             f'<span class="gain">mean confidence {confidence:.0%}, {time} ms per image</span></li>'
