@@ -69,6 +69,18 @@ def test_with_several_views_the_page_says_that_images_are_the_nearest():
     assert "nearest by cosine" in report.queues.text
 
 
+def test_features_taken_for_the_same_image_keep_places_of_their_own():
+    pytest.importorskip("sklearn")
+    task, stream, _ = tt.toy(images=40, views=16)
+    bank = Session(task, "dpe").state.queue
+    keys = torch.randn(bank.keys.shape, generator=torch.Generator().manual_seed(0))
+    full = type(bank)(keys, torch.zeros(bank.cost.shape))
+    found = queue_maps.queue_map("dpe", [queue_maps.Moment(1, full)], stream[:1, 0], [0])
+    entries = found.snapshots[0].entries
+    assert {entry.image for entry in entries} == {0}
+    assert len({(entry.x, entry.y) for entry in entries}) == len(entries) == bank.cost.numel()
+
+
 def test_the_map_is_one_for_all_moments_and_the_same_every_time(toy):
     pytest.importorskip("sklearn")
     task, stream, labels = toy

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -17,11 +19,19 @@ def conditions(task: Task, command: str = "", **more: str) -> dict[str, str]:
     facts = {
         "Encoder": task.encoder or "not said",
         **more,
-        "Versions": f"testtime {__version__}, torch {torch.__version__}, Python {platform.python_version()}",
+        "Versions": versions(),
         "Machine": machine(task.text.device),
         "Command": command,
     }
     return {key: value for key, value in facts.items() if value}
+
+
+def versions() -> str:
+    """Those of the program and of what its numbers depend on; scikit-learn where it is installed, for the map."""
+    known = {"testtime": __version__, "torch": torch.__version__, "Python": platform.python_version()}
+    with suppress(PackageNotFoundError):
+        known["scikit-learn"] = version("scikit-learn")
+    return ", ".join(f"{name} {number}" for name, number in known.items())
 
 
 def machine(device: torch.device) -> str:

@@ -50,8 +50,8 @@ def queue_map(
     With `place`, features get places on one t-SNE map of all moments, which is seeded.
     """
     kept, left_out = _shown_classes(moments, answers)
-    found: dict[int, Tensor] = {}  # one feature for each image
-    snapshots: list[list[Queued]] = []
+    found: dict[bytes, Tensor] = {}  # each feature once, however many moments it stays
+    held: list[list[tuple[int, int, bytes]]] = []  # class, image, feature
     exact = total = 0
     for moment in moments:
         labels, slots = moment.bank.cost.cpu().isfinite().nonzero(as_tuple=True)
@@ -60,8 +60,21 @@ def queue_map(
         keys = moment.bank.keys.cpu()[labels, slots]
         images, same = sources(keys, features[: moment.images]) if len(keys) else (labels, labels.bool())
         exact, total = exact + int(same.sum()), total + len(keys)
-        found |= dict(zip(images.tolist(), keys, strict=True))
-        snapshots.append([Queued(*pair) for pair in zip(labels.tolist(), images.tolist(), strict=True)])
+        marks = [key.numpy().tobytes() for key in keys]
+        found |= dict(zip(marks, keys, strict=True))
+        held.append(list(zip(labels.tolist(), images.tolist(), marks, strict=True)))
+    places: dict[bytes, tuple[float, float]] = {}
+    if place and len(found) >= FEWEST:
+        places = dict(zip(found, tsne(torch.stack(list(found.values())), seed), strict=True))
+    snapshots = [
+        Snapshot(moment.images, [Queued(label, image, *places.get(mark, ())) for label, image, mark in entries])
+        for moment, entries in zip(moments, held, strict=True)
+    ]
+    return QueueMap(method, snapshots, _text(exact, total, len(kept), left_out, seed if places else None))
+
+
+def _text(exact: int, total: int, kept: int, left_out: int, seed: int | None) -> str:
+    """How images were found, what is left out, and how the map was seeded."""
     if exact == total:
         text = "Each feature is that of one image, found by equality."
     else:
@@ -70,12 +83,8 @@ def queue_map(
             f"is nearest by cosine ({exact:,} of {total:,} are equal to it)."
         )
     if left_out:
-        text += f" Shown are the {len(kept):,} classes most often answered; {left_out:,} more are left out."
-    if place and len(found) >= FEWEST:
-        places = dict(zip(found, tsne(torch.stack(list(found.values())), seed), strict=True))
-        snapshots = [[Queued(e.label, e.image, *places[e.image]) for e in entries] for entries in snapshots]
-    pairs = zip(moments, snapshots, strict=True)
-    return QueueMap(method, [Snapshot(moment.images, entries) for moment, entries in pairs], text)
+        text += f" Shown are the {kept:,} classes most often answered; {left_out:,} more are left out."
+    return text if seed is None else f"{text} The map's t-SNE has seed {seed}."
 
 
 def need_tsne() -> Any:
