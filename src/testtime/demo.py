@@ -42,8 +42,9 @@ class Runner:
         """Predict and learn from a chunk of images."""
         start = time.perf_counter()
         logits = self.session.scan(chunk)
+        predictions = logits.argmax(1)
         self.seconds += time.perf_counter() - start
-        confidences, predictions = self.session.method.probabilities(logits).max(1)
+        confidences = self.session.method.probabilities(logits).gather(1, predictions[:, None])[:, 0]
         self.correct += (predictions == labels).tolist()
         self.predictions += predictions.tolist()
         self.confidences += confidences.tolist()
