@@ -35,10 +35,10 @@ def pages(tmp_path_factory):
     from dataclasses import replace
 
     folder = tmp_path_factory.mktemp("pages")
-    task, stream, labels = tt.toy(images=80, views=1)
+    task, stream, labels = tt.toy(classes=14, images=120, views=1)
     task = tt.Task(task.text, tuple(f"a rather long class name {c}" for c in range(task.classes)), task.scale)
-    paths = pictures(folder, 80)
-    full: StreamReport = stream_report(task, stream, labels, ["tda", "dpe"], images=paths, snapshots=[30, 80])
+    paths = pictures(folder, 120)
+    full: StreamReport = stream_report(task, stream, labels, ["tda", "dpe"], images=paths, snapshots=[50, 120])
     full = replace(
         full,
         grids=[
@@ -93,6 +93,11 @@ def test_nothing_hangs_over_the_edge(visit, name, size):
         !node.closest(".scroll, .hidden, svg") && node.getBoundingClientRect().right > innerWidth + 1)
         .map((node) => node.outerHTML.slice(0, 80))""")
     assert over == []
+
+
+def test_the_matrix_of_answers_fits_on_a_desk(visit):
+    page = visit("full")
+    assert page.locator(".matrix").evaluate("node => node.scrollWidth <= node.clientWidth")
 
 
 @pytest.mark.parametrize("size", SIZES, ids=["desk", "phone"])

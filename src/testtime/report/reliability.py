@@ -56,6 +56,7 @@ def figure(report: StreamReport, slots: Mapping[str, int]) -> str:
     styles = styles_of([answers.name for answers in report.answers], slots)
     diagrams, rows, numbers = [], [], []
     labels = plain(report.labels)
+    with_brier = any(answers.brier is not None for answers in report.answers)
     for answers, style in zip(report.answers, styles, strict=True):
         predictions, confidences = plain(answers.predictions), plain(answers.confidences)
         correct = [prediction == label for prediction, label in zip(predictions, labels, strict=True)]
@@ -65,12 +66,12 @@ def figure(report: StreamReport, slots: Mapping[str, int]) -> str:
             f'<li><span class="name {style}">{safe(answers.name)}</span> <span class="soft">ECE {100 * error:.1f}'
             f"</span>{_diagram(answers, bins, error, style.removesuffix(' last'))}</li>"
         )
-        brier = "–" if answers.brier is None else f"{answers.brier:.3f}"
+        brier = "" if not with_brier else "<td>–</td>" if answers.brier is None else f"<td>{answers.brier:.3f}</td>"
         mean = sum(confidences) / len(confidences)
         rows.append(
             f'<tr><th scope="row"><span class="name {style}">{safe(answers.name)}</span></th>'
             f"<td>{mean:.1%}</td><td>{sum(correct) / len(correct):.1%}</td><td>{100 * error:.1f}</td>"
-            f"<td>{brier}</td><td>{100 * macro_f1(predictions, labels):.1f}</td></tr>"
+            f"{brier}<td>{100 * macro_f1(predictions, labels):.1f}</td></tr>"
         )
         numbers += [
             [
@@ -82,10 +83,8 @@ def figure(report: StreamReport, slots: Mapping[str, int]) -> str:
             for b in bins
             if b.images
         ]
-    head = "".join(
-        f'<th scope="col">{name}</th>'
-        for name in ("Method", "Mean confidence", "Accuracy", "ECE, points", "Brier", "Macro-F1")
-    )
+    scores = ["Mean confidence", "Accuracy", "ECE, points", *(["Brier"] if with_brier else []), "Macro-F1"]
+    head = "".join(f'<th scope="col">{name}</th>' for name in ("Method", *scores))
     return (
         "<h3>Whether confidence can be trusted</h3>"
         f"<p>Answers in {BINS} bins by their confidence. A bar is the share that was right, the line across it their "
