@@ -148,15 +148,13 @@ def _swept(
     quiet: bool,
 ) -> Any:
     """The report with the figure of the settings varied."""
-    import math
     from dataclasses import replace
 
     from testtime import registry
     from testtime.report import Grid, gather
 
     others = {key: value for key, value in registry.settings_of(method).items() if key not in varied}
-    runs = math.prod(len(values) for values in varied.values())
-    with progress("runs", runs, quiet=quiet) as advance:
+    with progress("images of the sweep", len(rows), quiet=quiet) as advance:
         figure = gather.sweep(task, store, labels, method.name, varied, others=others, order=rows, progress=advance)
     return replace(report, grids=[figure]) if isinstance(figure, Grid) else replace(report, series=[figure])
 

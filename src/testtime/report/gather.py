@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from testtime import metrics, registry
+from testtime import metrics, registry, sweeps
 from testtime.engine import Session
 from testtime.features import Features, unit_views
 from testtime.report import pictures, unlabelled
@@ -174,17 +174,16 @@ def sweep(
         raise InputError(f"A sweep goes over one setting or two, with values for each; got {dict(settings)}.")
     rows = _rows(stream, order)
     truth = labels.cpu()[rows]
-    values, done = [], 0
-    for chosen in product(*settings.values()):
-        made = registry.make_method(method, None, dict(others or {}) | dict(zip(settings, chosen, strict=True)))
-        session, right = Session(task, made), 0
+    choices = [dict(zip(settings, chosen, strict=True)) for chosen in product(*settings.values())]
+    made = [registry.make_method(method, None, dict(others or {}) | choice) for choice in choices]
+
+    def chunks() -> Iterator[Tensor]:
         for start, chunk in _chunks(stream, rows, ()):
-            answers = session.scan(chunk.to(task.text)).argmax(1).cpu()
-            right += int((answers == truth[start : start + len(answers)]).sum())
-        values.append(right / len(rows))
-        done += 1
-        if progress:
-            progress(done)
+            yield chunk.to(task.text)
+            if progress:
+                progress(start + len(chunk))
+
+    values = [metrics.accuracy(logits.argmax(1).cpu(), truth) for logits in sweeps.sweep(task, made, chunks())]
     (x, xs), *second = settings.items()
     if not second:
         return Series(f"{method} over {x}", x, list(xs), {method: values})
