@@ -62,7 +62,7 @@ def test_it_writes_a_page_with_the_command_that_makes_it_again(store, tmp_path, 
     code, out, _ = run(capsys, *words, "--out", page, "--json")
     summary, text = json.loads(out), page.read_text()
     assert code == 0 and summary == {"report": str(page), "n": 40, "bytes": len(text.encode())}
-    command = f"testtime report {store} --methods tda,dpe --set dpe.alpha=4 --limit 40 --shuffle --seed 3"
+    command = f"testtime report {store} --methods tda,dpe --set dpe.alpha=4 --no-map --limit 40 --shuffle --seed 3"
     assert command in text and "Toys" in text and "shuffled, seed 3" in text and "alpha=4.0" in text
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
+TITLE = "testtime report"
 EXAMPLE = "Example:  testtime report photos.safetensors --methods zeroshot,tda,dpe --out report.html"
 
 
@@ -48,7 +49,7 @@ def report(
         str | None, typer.Option("--snapshots", help="Look at the queues after so many images: 300,2000.")
     ] = None,
     with_map: Annotated[bool, typer.Option("--map/--no-map", help="Draw the queues as a map (scikit-learn).")] = True,
-    title: Annotated[str, typer.Option("--title", help="Heading of the page.")] = "testtime report",
+    title: Annotated[str, typer.Option("--title", help="Heading of the page.")] = TITLE,
     seed: Seed = 0,
     shuffle: Shuffle = False,
     limit: Limit = None,
@@ -92,7 +93,13 @@ def report(
         made_report = _swept(made_report, task, store, store.labels, made[-1], varied, rows, as_json)
     facts = conditions(
         task,
-        command=_command(features, methods, settings, images, sweep, snapshots, seed, shuffle, limit, output),
+        command=_command(
+            features,
+            {"--methods": methods, "--set": settings, "--sweep": sweep, "--images": images, "--snapshots": snapshots}
+            | {"--no-map": not with_map, "--limit": limit, "--shuffle": shuffle, "--seed": seed if shuffle else None}
+            | {"--device": None if device == "cpu" else device, "--title": title if title != TITLE else None}
+            | {"--out": output},
+        ),
         Features=str(features),
         Dataset=store.metadata.get("dataset", ""),
         Order=f"shuffled, seed {seed}" if shuffle else "as stored",
@@ -159,26 +166,16 @@ def _swept(
     return replace(report, grids=[figure]) if isinstance(figure, Grid) else replace(report, series=[figure])
 
 
-def _command(
-    features: Path,
-    methods: str,
-    settings: list[str] | None,
-    images: str | None,
-    sweep: list[str] | None,
-    snapshots: str | None,
-    seed: int,
-    shuffle: bool,
-    limit: int | None,
-    output: Path,
-) -> str:
-    """The command that makes the page again."""
-    words = ["testtime", "report", str(features), "--methods", methods]
-    for option, values in (("--set", settings), ("--sweep", sweep)):
-        words += [word for value in values or [] for word in (option, value)]
-    for option, value in (("--images", images), ("--snapshots", snapshots), ("--limit", limit)):
-        words += [] if value is None else [option, str(value)]
-    words += ["--shuffle", "--seed", str(seed)] if shuffle else []
-    return shlex.join([*words, "--out", str(output)])
+def _command(features: Path, options: dict[str, Any]) -> str:
+    """The command that makes the page again; options that are None or False were not given."""
+    words = ["testtime", "report", str(features)]
+    for option, value in options.items():
+        if value is True:
+            words.append(option)
+        elif value is not None and value is not False:
+            for each in value if isinstance(value, list) else [value]:
+                words += [option, str(each)]
+    return shlex.join(words)
 
 
 def _images(source: str | None, store: Features) -> list[Path] | None:
