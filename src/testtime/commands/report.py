@@ -178,15 +178,17 @@ def _command(features: Path, options: dict[str, Any]) -> str:
     return shlex.join(words)
 
 
-def _images(source: str | None, store: Features) -> list[Path] | None:
-    """The paths behind the features, in their order: from --images, or as the store says."""
-    from testtime.datasets import SPLIT, open_dataset
+def _images(source: str | None, store: Features) -> list[Any] | None:
+    """The images behind the features, in their order: from --images, or as the store says."""
+    from testtime.datasets import open_dataset
+    from testtime.datasets.splits import SPLIT
     from testtime.images import find_images
 
     if source is None:
-        return None if store.images is None else [Path(path) for path in store.images]
-    split = Path(source).is_dir() and any(Path(source).glob(SPLIT))
-    return list(open_dataset(source).paths) if split else find_images(source, sys.stdin)
+        return None if store.images is None else list(store.images)
+    path = Path(source)
+    packed = path.suffix in (".tar", ".parquet") or (path.is_dir() and any(path.glob(SPLIT)))
+    return list(open_dataset(source).paths) if packed else list(find_images(source, sys.stdin))
 
 
 def _numbers(text: str | None) -> list[int] | None:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import product
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -23,13 +22,13 @@ from testtime.report import pictures, unlabelled
 from testtime.report.data import Answers, Curve, Grid, QueueMap, Series, StreamReport, UnlabelledReport
 from testtime.report.queues import Moment, bank_of, need_tsne, queue_map
 from testtime.report.words import count
-from testtime.types import InputError, Method, Task
+from testtime.types import InputError, Method, StoredImage, Task
 
 CHUNK = 128  # images read and run at a time
 BASELINE = "zeroshot"
 
 Stream = Tensor | Features  # views (N, V, D), or a store of them
-Image = str | Path
+Image = str | StoredImage  # whatever `read_image` reads
 
 
 @dataclass
@@ -97,7 +96,7 @@ def stream_report(
     rows = _rows(stream, order)
     if len(labels) != len(stream):
         raise InputError(f"{len(labels)} labels for a stream of {len(stream)} images.")
-    truth, names = labels.cpu()[rows], _named(images, stream, rows)
+    truth, met = labels.cpu()[rows], _met(images, stream, rows)
     runners, queues = _run(task, stream, rows, truth, methods, snapshots, place, progress)
     curves = [
         Curve(runner.name, (torch.tensor(runner.predictions) == truth).tolist(), runner.seconds, _note(runner))
@@ -112,10 +111,10 @@ def stream_report(
         facts=facts or {},
         answers=[runner.answers(scored=True) for runner in runners],
         queues=queues,
-        names=names,
+        names=list(map(str, met)),
     )
     righted, spoilt = pictures.righted_and_spoilt(report)
-    return replace(report, thumbnails=_thumbnails(names, [*righted, *spoilt], queues))
+    return replace(report, thumbnails=_thumbnails(met, [*righted, *spoilt], queues))
 
 
 def unlabelled_report(
@@ -133,7 +132,7 @@ def unlabelled_report(
 ) -> UnlabelledReport:
     """The report of a stream without labels; the rest as in `stream_report`."""
     rows = _rows(stream, order)
-    names = _named(images, stream, rows)
+    met = _met(images, stream, rows)
     runners, queues = _run(task, stream, rows, None, methods, snapshots, place, progress)
     report = UnlabelledReport(
         title=title or _title(stream),
@@ -142,12 +141,12 @@ def unlabelled_report(
         classnames=task.classnames,
         facts=facts or {},
         queues=queues,
-        names=names,
+        names=list(map(str, met)),
     )
     most, least = unlabelled.confident(report)
     moves = unlabelled.moves(report)[: unlabelled.MOVES]
     moved = [image for move in moves for image in move.images[: unlabelled.EXAMPLES]]
-    return replace(report, thumbnails=_thumbnails(names, [*most, *least, *moved], queues))
+    return replace(report, thumbnails=_thumbnails(met, [*most, *least, *moved], queues))
 
 
 def sweep(
@@ -266,24 +265,24 @@ def _moments(snapshots: Sequence[int] | None, images: int) -> list[int]:
     return sorted(set(snapshots))
 
 
-def _named(images: Sequence[Image] | None, stream: Stream, rows: Tensor) -> list[str]:
-    """The images' paths in the order of the run; none where none are given."""
+def _met(images: Sequence[Image] | None, stream: Stream, rows: Tensor) -> list[Image]:
+    """The images in the order of the run; none where none are given."""
     if images is None:
         return []
     if len(images) != len(stream):
         raise InputError(
             f"{len(images)} images for features of {len(stream)}; give the list that was encoded, in its order."
         )
-    return [str(images[row]) for row in rows.tolist()]
+    return [images[row] for row in rows.tolist()]
 
 
-def _thumbnails(names: Sequence[str], first: Sequence[int], queues: QueueMap | None) -> dict[int, str]:
+def _thumbnails(images: Sequence[Image], first: Sequence[int], queues: QueueMap | None) -> dict[int, str]:
     """Pictures of the images that the page shows, those in `first` before those of the queues, newest moment first."""
-    if not names:
+    if not images:
         return {}
     held = [entry.image for moment in reversed(queues.snapshots if queues else ()) for entry in moment.entries]
     wanted = dict.fromkeys([*first, *held])
-    return pictures.make_thumbnails({image: names[image] for image in wanted})
+    return pictures.make_thumbnails({place: images[place] for place in wanted})
 
 
 def _note(runner: Runner) -> str:

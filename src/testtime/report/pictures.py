@@ -9,7 +9,7 @@ from pathlib import Path
 
 from testtime.report.data import StreamReport, UnlabelledReport
 from testtime.report.words import plain, safe, safe_characters
-from testtime.types import ImageError
+from testtime.types import ImageError, StoredImage
 
 SIDE = 56  # pixels of a thumbnail
 MOST = 600  # thumbnails in a report
@@ -17,7 +17,7 @@ BYTES = 1_500_000  # of all thumbnails together, as they stand in the page
 ROW = 8  # pictures in a gallery of one kind
 
 
-def make_thumbnails(paths: Mapping[int, str | Path], most: int = MOST, total: int = BYTES) -> dict[int, str]:
+def make_thumbnails(images: Mapping[int, str | StoredImage], most: int = MOST, total: int = BYTES) -> dict[int, str]:
     """Square JPEG pictures as data URIs, by the same keys; those that cannot be read are left out.
 
     Stops at `most` pictures, or before they take more than `total` bytes, so give the ones that matter first.
@@ -28,11 +28,11 @@ def make_thumbnails(paths: Mapping[int, str | Path], most: int = MOST, total: in
 
     made: dict[int, str] = {}
     size = 0
-    for key, path in paths.items():
+    for key, image in images.items():
         if len(made) == most:
             break
         try:
-            picture = ImageOps.fit(read_image(path), (SIDE, SIDE), Image.Resampling.LANCZOS)
+            picture = ImageOps.fit(read_image(image), (SIDE, SIDE), Image.Resampling.LANCZOS)
         except ImageError:
             continue
         data = io.BytesIO()
