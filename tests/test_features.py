@@ -307,3 +307,22 @@ def test_unit_views_counts_from_where_the_stream_is():
     with pytest.raises(FeatureError, match="image 101, view 1"):
         unit_views(views, torch.ones(2, D), first=100)
     assert torch.allclose(unit_views(views[:1], torch.ones(2, D)).norm(dim=-1), torch.ones(1, 2))
+
+
+def test_a_store_may_name_its_images(tmp_path) -> None:
+    task, stream, _ = toy(images=4)
+    for number, names in enumerate((["a.jpg", "b.jpg"], ["c.jpg", "d.jpg"])):
+        part = stream[2 * number : 2 * number + 2]
+        save_features(tmp_path / f"{number}.safetensors", part, task.text, metadata={"images": json.dumps(names)})
+    write_index(tmp_path, ["0.safetensors", "1.safetensors"])
+    assert Features(tmp_path).images == ("a.jpg", "b.jpg", "c.jpg", "d.jpg")
+    save_features(tmp_path / "1.safetensors", stream[2:], task.text)
+    assert Features(tmp_path).images is None
+
+
+@pytest.mark.parametrize("stored", ["[", "{}", '["a.jpg"]'])
+def test_images_that_do_not_fit_the_views_are_refused(tmp_path, stored) -> None:
+    task, stream, _ = toy(images=4)
+    path = save_features(tmp_path / "a.safetensors", stream, task.text, metadata={"images": stored})
+    with pytest.raises(FeatureError, match="'images' is not a JSON list with one path for each image"):
+        Features(path)

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from testtime.commands import about, data, experiments, images, prompts, replay
+from testtime.commands import about, data, experiments, images, prompts, replay, report
 from testtime.terminal import err
 from testtime.types import TesttimeError
 
@@ -33,7 +33,7 @@ def _common(
     """Options of every command; `main` has already seen --debug wherever it stood."""
 
 
-for commands in (images, replay, prompts, experiments, about):
+for commands in (images, replay, report, prompts, experiments, about):
     app.add_typer(commands.app)  # no name: its commands stand beside the others
 app.add_typer(data.app, name="data")
 

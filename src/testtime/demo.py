@@ -20,7 +20,7 @@ from testtime import __version__, registry
 from testtime.engine import Session
 from testtime.features import Features
 from testtime.files import write_atomic
-from testtime.report import Curve, StreamReport, html, running_accuracy_svg
+from testtime.report import Answers, Curve, StreamReport, html, running_accuracy_svg
 from testtime.types import Task
 
 METHODS = ("zeroshot", "tda", "dpe")
@@ -34,14 +34,20 @@ class Runner:
 
     session: Session
     correct: list[bool] = field(default_factory=list)
+    predictions: list[int] = field(default_factory=list)
+    confidences: list[float] = field(default_factory=list)
     seconds: float = 0.0
 
     def advance(self, chunk: Tensor, labels: Tensor) -> None:
         """Predict and learn from a chunk of images."""
         start = time.perf_counter()
-        predictions = self.session.scan(chunk).argmax(1)
+        logits = self.session.scan(chunk)
+        predictions = logits.argmax(1)
         self.seconds += time.perf_counter() - start
+        confidences = self.session.method.probabilities(logits).gather(1, predictions[:, None])[:, 0]
         self.correct += (predictions == labels).tolist()
+        self.predictions += predictions.tolist()
+        self.confidences += confidences.tolist()
 
     @property
     def accuracy(self) -> float:
@@ -149,6 +155,16 @@ def _section(title: str, part: tuple[Task, Tensor, Tensor], runners: Sequence[Ru
         )
         for runner in runners
     ]
+    answers = [
+        Answers(
+            runner.session.method.name,
+            runner.predictions,
+            runner.confidences,
+            runner.seconds,
+            registry.settings_of(runner.session.method),
+        )
+        for runner in runners
+    ]
     return StreamReport(
         title=title,
         subtitle=f"{len(views)} photographs, {task.classes} classes, one view each",
@@ -156,4 +172,5 @@ def _section(title: str, part: tuple[Task, Tensor, Tensor], runners: Sequence[Ru
         classnames=task.classnames,
         labels=labels.tolist(),
         facts={},
+        answers=answers,
     )

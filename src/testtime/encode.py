@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,7 @@ def encode(
                     labels=None if known is None else known[kept],
                     classnames=task.classnames,
                     scale=task.scale,
-                    metadata=facts,
+                    metadata=facts | {"images": json.dumps([str(paths[index]) for index in kept])},
                 )
         if count:
             names.append(name)

@@ -101,6 +101,7 @@ class Features:
         self.classnames = self._read_classnames()
         self.scale = self._read_scale()
         self.labels = self._read_labels()
+        self.images = self._read_images()
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -191,6 +192,22 @@ class Features:
             raise FeatureError(f"{self.path}: shard {having.index(False)} has no labels, others have.")
         labels = torch.cat([shard.get_tensor("labels") for shard in self._shards])
         return _labels(labels, len(self), len(self.text), self.path)
+
+    def _read_images(self) -> tuple[str, ...] | None:
+        """The paths that were encoded, in order, where the store says them; for showing only."""
+        found: list[str] = []
+        for shard in self._shards:
+            stored = (shard.metadata() or {}).get("images")
+            if stored is None:
+                return None
+            try:
+                paths = json.loads(stored)
+            except ValueError:
+                paths = None
+            if not isinstance(paths, list) or len(paths) != shard.get_slice("views").get_shape()[0]:
+                raise FeatureError(f"{self.path}: metadata 'images' is not a JSON list with one path for each image.")
+            found.extend(map(str, paths))
+        return tuple(found)
 
 
 def _labels(labels: Tensor, images: int, classes: int, path: str | Path) -> Tensor:

@@ -1,0 +1,37 @@
+"""Reports: one self-contained HTML page about a run, from plain data.
+
+`gather.stream_report` and `gather.unlabelled_report` make the data from a run over features; `html` makes the page.
+"""
+
+from __future__ import annotations
+
+from testtime.report.classes import Change, changes
+from testtime.report.curves import running_accuracy_svg
+from testtime.report.data import (
+    Answers,
+    Curve,
+    Grid,
+    Queued,
+    QueueMap,
+    Series,
+    Snapshot,
+    StreamReport,
+    UnlabelledReport,
+)
+from testtime.report.page import html
+
+__all__ = [
+    "Answers",
+    "Change",
+    "Curve",
+    "Grid",
+    "QueueMap",
+    "Queued",
+    "Series",
+    "Snapshot",
+    "StreamReport",
+    "UnlabelledReport",
+    "changes",
+    "html",
+    "running_accuracy_svg",
+]

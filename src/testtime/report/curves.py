@@ -1,0 +1,147 @@
+"""Accuracy along the stream: the chart, alone or in the page, and the same as a table."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+
+from testtime.report.data import Curve, StreamReport, check_curves
+from testtime.report.plot import Frame, end_labels, level_axis, slots_of, styles_of, tidy_range, upright_axis
+from testtime.report.words import as_table, part, px, safe, safe_characters, short, text_width
+
+BURN_IN = 0.03, 50  # share of the stream, and least images, too noisy to set the range of the chart
+POINTS = 320  # most points drawn for a curve: about one for two pixels
+
+
+def running_accuracy_svg(
+    curves: Sequence[Curve],
+    *,
+    width: int = 860,
+    height: int = 400,
+    standalone: bool = False,
+    title: str = "",
+    slots: Mapping[str, int] | None = None,
+) -> str:
+    """Accuracy so far against images seen, in an SVG of `width` x `height` pixels.
+
+    The first curve is the baseline, the last one is drawn boldest. The range fits what comes after the
+    burn-in. `standalone` gives a file of its own, with background and styles for light and dark, and draws
+    `title` above the chart. `slots` number the curves' colours by name, so that a method keeps its own.
+
+    >>> curves = [Curve("zero-shot", [True, False] * 9, 0.1), Curve("DPE", [True] * 18, 0.2)]
+    >>> picture = running_accuracy_svg(curves, standalone=True, title="18 photos")
+    >>> picture.startswith("<svg") and "At the end: zero-shot 50.0%, DPE 100.0%." in picture
+    True
+    """
+    check_curves(curves)
+    slots = slots or slots_of(curve.name for curve in curves[1:])
+    return _chart(curves, width, height, standalone, title, slots)
+
+
+def figure(report: StreamReport, slots: Mapping[str, int]) -> str:
+    """The chart twice, for wide and for narrow screens (text keeps its size), and the same as a table."""
+    wide = running_accuracy_svg(report.curves, width=860, height=400, slots=slots)
+    narrow = running_accuracy_svg(report.curves, width=358, height=300, slots=slots)
+    images = len(report.labels)
+    seen = sorted({max(1, round(images * share / 10)) for share in range(1, 11)})
+    running = [curve.running() for curve in report.curves]
+    rows = [[f"{count:,}", *(f"{values[count - 1]:.1%}" for values in running)] for count in seen]
+    pale = burn_in(images)
+    first = f" The first {pale:,} are drawn pale and do not set the range." if pale > 1 else ""
+    return (
+        f'<figure><div class="plot wide">{wide}</div><div class="plot narrow">{narrow}</div>'
+        f"<figcaption>Share of right answers among the images seen so far.{first}</figcaption></figure>"
+        + as_table(["Images seen", *(curve.name for curve in report.curves)], rows)
+    )
+
+
+def burn_in(images: int) -> int:
+    """How many images, at the start, do not set the range of the chart."""
+    share, least = BURN_IN
+    return min(max(math.ceil(share * images), least), images // 4)
+
+
+def _chart(
+    curves: Sequence[Curve], width: int, height: int, standalone: bool, title: str, slots: Mapping[str, int]
+) -> str:
+    images, narrow = len(curves[0].correct), width < 520
+    running = [[100 * value for value in curve.running()] for curve in curves]  # in points
+    burn = burn_in(images)
+    late = [value for values in running for value in values[burn:]]
+    ticks = tidy_range(min(late), max(late), most=5 if narrow else 6)
+    # the value follows the name after a NUL; on narrow pictures there is room for the name only
+    labels = [short(safe_characters(curve.name), 14 if narrow else 20) for curve in curves]
+    if not narrow:
+        labels = [f"{label}\0{curve.accuracy:.1%}" for label, curve in zip(labels, curves, strict=True)]
+    edge = 24 if standalone else 0
+    top = edge + (34 if standalone and title else 0) + 30
+    frame = Frame(
+        left=edge + 8 + max(text_width(f"{tick:g}%") for tick in ticks),
+        right=width - edge - 30 - max(text_width(label) for label in labels),
+        top=top,
+        bottom=height - edge - 46,
+        images=images,
+        low=ticks[0],
+        high=ticks[-1],
+    )
+    parts = [f"<title>{safe(title or 'Accuracy so far against images seen')}</title>"]
+    parts.append(f"<desc>{safe(_described(curves))}</desc>")
+    if standalone:
+        parts.append(f"<style>{part('tokens.css')}{part('chart.css')}</style>")
+        parts.append(f'<rect class="paper" width="{width}" height="{height}" rx="10"/>')
+        if title:
+            parts.append(f'<text class="heading" x="{edge}" y="{edge + 18}">{safe(title)}</text>')
+    parts += upright_axis(frame, ticks, edge, "Accuracy so far")
+    parts += level_axis(frame, {tick: f"{tick:,}" for tick in image_ticks(images, 4 if narrow else 8)}, "Images seen")
+    seen = sampled(images)
+    style = styles_of([curve.name for curve in curves], slots)
+    parts += _lines(frame, running, seen, burn, style)
+    parts += end_labels(frame, [values[-1] for values in running], labels, style)
+    attributes = f'viewBox="0 0 {width} {height}" role="img" class="chart"'
+    if standalone:
+        attributes += f' width="{width}" height="{height}" xmlns="http://www.w3.org/2000/svg"'
+    else:
+        order = sorted(range(len(curves)), key=lambda index: -curves[index].accuracy)
+        hundredths = [[round(100 * values[s - 1]) for s in seen] for values in running]
+        rows = [[curves[index].name, style[index], hundredths[index], index == 0] for index in order]
+        data = frame._asdict() | {"seen": seen, "curves": rows}
+        attributes += f' data-chart="{safe(json.dumps(data, separators=(",", ":")))}"'
+    return f"<svg {attributes}>\n" + "\n".join(parts) + "\n</svg>"
+
+
+def image_ticks(images: int, most: int) -> list[int]:
+    """Tidy numbers of images from 0 on: at most `most` steps of 1, 2 or 5 times a power of ten."""
+    steps = (unit * 10**power for power in range(12) for unit in (1, 2, 5))
+    step = next(step for step in steps if images / step <= most)
+    return list(range(0, images + 1, step))
+
+
+def sampled(images: int) -> list[int]:
+    """Evenly spread numbers of images seen, the first and the last among them."""
+    points = min(images, POINTS)
+    return sorted({1 + round(index * (images - 1) / max(points - 1, 1)) for index in range(points)})
+
+
+def _lines(
+    frame: Frame, running: Sequence[Sequence[float]], seen: Sequence[int], burn: int, style: Sequence[str]
+) -> list[str]:
+    """The curves, the burn-in pale and cut off where it leaves the range."""
+    # a nested SVG clips without an id, which would have to differ from chart to chart
+    left, top = frame.left, frame.top - 2
+    width, height = frame.right - frame.left, frame.bottom - frame.top + 4
+    parts = [f'<svg x="{px(left)}" y="{px(top)}" width="{px(width)}" height="{px(height)}">']
+    for values, kind in zip(running, style, strict=True):
+        points = [(s, f"{px(frame.x(s) - left)},{px(frame.y(values[s - 1]) - top)}") for s in seen]
+        early = [point for s, point in points if s <= burn + 1]
+        late = [point for s, point in points if s > burn]
+        late = early[-1:] + late if early and early[-1] != late[0] else late
+        if len(early) > 1:
+            parts.append(f'<polyline class="line early {kind}" points="{" ".join(early)}"/>')
+        parts.append(f'<polyline class="line {kind}" points="{" ".join(late)}"/>')
+    return [*parts, "</svg>"]
+
+
+def _described(curves: Sequence[Curve]) -> str:
+    ends = ", ".join(f"{curve.name} {curve.accuracy:.1%}" for curve in curves)
+    return f"Lines of accuracy so far over {len(curves[0].correct):,} images. At the end: {ends}."

@@ -1,0 +1,304 @@
+"""From features to a report: every method over one stream, side by side, and what they said of it.
+
+task, stream, labels = testtime.toy()
+report = stream_report(task, stream, labels, ["tda", "dpe"])
+page = html([report], conditions(task), "A made-up stream")
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from testtime import metrics, registry, sweeps
+from testtime.engine import Session
+from testtime.features import Features, unit_views
+from testtime.report import pictures, unlabelled
+from testtime.report.data import Answers, Curve, Grid, QueueMap, Series, StreamReport, UnlabelledReport
+from testtime.report.queues import Moment, bank_of, need_tsne, queue_map
+from testtime.report.words import count
+from testtime.types import InputError, Method, StoredImage, Task
+
+CHUNK = 128  # images read and run at a time
+BASELINE = "zeroshot"
+
+Stream = Tensor | Features  # views (N, V, D), or a store of them
+Image = str | StoredImage  # whatever `read_image` reads
+
+
+@dataclass
+class Runner:
+    """One method on its way through the stream."""
+
+    name: str
+    session: Session
+    predictions: list[int] = field(default_factory=list)
+    confidences: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+    brier: float = 0.0  # summed over images
+    moments: list[Moment] = field(default_factory=list)
+
+    def advance(self, chunk: Tensor, labels: Tensor | None) -> None:
+        """Predict and learn from a chunk of images (n, V, D)."""
+        start = time.perf_counter()
+        logits = self.session.scan(chunk)
+        answers = logits.argmax(1).cpu()
+        self.seconds += time.perf_counter() - start
+        probabilities = self.session.method.probabilities(logits).cpu()
+        self.predictions += answers.tolist()
+        self.confidences += probabilities.gather(1, answers[:, None])[:, 0].clamp(0, 1).tolist()
+        if labels is not None:
+            self.brier += metrics.brier(probabilities, labels) * len(labels)
+
+    def answers(self, scored: bool) -> Answers:
+        """What it said of every image."""
+        return Answers(
+            self.name,
+            self.predictions,
+            self.confidences,
+            self.seconds,
+            registry.settings_of(self.session.method),
+            self.brier / len(self.predictions) if scored else None,
+        )
+
+
+def stream_report(
+    task: Task,
+    stream: Stream,
+    labels: Tensor,
+    methods: Sequence[str | Method],
+    *,
+    title: str = "",
+    order: Sequence[int] | None = None,
+    images: Sequence[Image] | None = None,
+    snapshots: Sequence[int] | None = None,
+    place: bool = True,
+    facts: Mapping[str, str] | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> StreamReport:
+    """The report of a stream with labels, which only score: `labels` (N,), and `images` where thumbnails are wanted.
+
+    Labels and images stand as the stream does; `order` is the order in which its rows are met, all or some of them.
+    Zero-shot comes first, whether it is named or not. `snapshots` are the numbers of images after which the queues
+    are looked at: by default a fifth of the stream and all of it. `place` makes the map (scikit-learn).
+
+    >>> import testtime as tt
+    >>> task, stream, labels = tt.toy()
+    >>> report = stream_report(task, stream, labels, ["dpe"], place=False)
+    >>> [f"{curve.name} {curve.accuracy:.2f}" for curve in report.curves]
+    ['zeroshot 0.72', 'dpe 0.78']
+    """
+    rows = _rows(stream, order)
+    if len(labels) != len(stream):
+        raise InputError(f"{len(labels)} labels for a stream of {len(stream)} images.")
+    truth, met = labels.cpu()[rows], _met(images, stream, rows)
+    runners, queues = _run(task, stream, rows, truth, methods, snapshots, place, progress)
+    curves = [
+        Curve(runner.name, (torch.tensor(runner.predictions) == truth).tolist(), runner.seconds, _note(runner))
+        for runner in runners
+    ]
+    report = StreamReport(
+        title=title or _title(stream),
+        subtitle=_subtitle(len(rows), task, stream),
+        curves=curves,
+        classnames=task.classnames,
+        labels=truth.tolist(),
+        facts=facts or {},
+        answers=[runner.answers(scored=True) for runner in runners],
+        queues=queues,
+        names=list(map(str, met)),
+    )
+    righted, spoilt = pictures.righted_and_spoilt(report)
+    return replace(report, thumbnails=_thumbnails(met, [*righted, *spoilt], queues))
+
+
+def unlabelled_report(
+    task: Task,
+    stream: Stream,
+    methods: Sequence[str | Method],
+    *,
+    title: str = "",
+    order: Sequence[int] | None = None,
+    images: Sequence[Image] | None = None,
+    snapshots: Sequence[int] | None = None,
+    place: bool = True,
+    facts: Mapping[str, str] | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> UnlabelledReport:
+    """The report of a stream without labels; the rest as in `stream_report`."""
+    rows = _rows(stream, order)
+    met = _met(images, stream, rows)
+    runners, queues = _run(task, stream, rows, None, methods, snapshots, place, progress)
+    report = UnlabelledReport(
+        title=title or _title(stream),
+        subtitle=_subtitle(len(rows), task, stream),
+        answers=[runner.answers(scored=False) for runner in runners],
+        classnames=task.classnames,
+        facts=facts or {},
+        queues=queues,
+        names=list(map(str, met)),
+    )
+    most, least = unlabelled.confident(report)
+    moves = unlabelled.moves(report)[: unlabelled.MOVES]
+    moved = [image for move in moves for image in move.images[: unlabelled.EXAMPLES]]
+    return replace(report, thumbnails=_thumbnails(met, [*most, *least, *moved], queues))
+
+
+def sweep(
+    task: Task,
+    stream: Stream,
+    labels: Tensor,
+    method: str,
+    settings: Mapping[str, Sequence[object]],
+    *,
+    others: Mapping[str, object] | None = None,
+    order: Sequence[int] | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Grid | Series:
+    """The accuracy of a method for every value of one setting, or every pair of values of two.
+
+    It shows how much a setting matters. A setting picked by its accuracy here has been chosen with labels.
+
+    >>> import testtime as tt
+    >>> task, stream, labels = tt.toy()
+    >>> sweep(task, stream, labels, "dpe", {"alpha": [0, 6]}).lines["dpe"]
+    [0.73125, 0.78125]
+    """
+    if not 1 <= len(settings) <= 2 or not all(settings.values()):
+        raise InputError(f"A sweep goes over one setting or two, with values for each; got {dict(settings)}.")
+    rows = _rows(stream, order)
+    truth = labels.cpu()[rows]
+    choices = [dict(zip(settings, chosen, strict=True)) for chosen in product(*settings.values())]
+    made = [registry.make_method(method, None, dict(others or {}) | choice) for choice in choices]
+
+    def chunks() -> Iterator[Tensor]:
+        for start, chunk in _chunks(stream, rows, ()):
+            yield chunk.to(task.text)
+            if progress:
+                progress(start + len(chunk))
+
+    values = [metrics.accuracy(logits.argmax(1).cpu(), truth) for logits in sweeps.sweep(task, made, chunks())]
+    (x, xs), *second = settings.items()
+    if not second:
+        return Series(f"{method} over {x}", x, list(xs), {method: values})
+    y, ys = second[0]
+    grid = [[values[column * len(ys) + row] for column in range(len(xs))] for row in range(len(ys))]
+    return Grid(f"{method} over {x} and {y}", x, list(xs), y, list(ys), grid)
+
+
+def _run(
+    task: Task,
+    stream: Stream,
+    rows: Tensor,
+    truth: Tensor | None,
+    methods: Sequence[str | Method],
+    snapshots: Sequence[int] | None,
+    place: bool,
+    progress: Callable[[int], None] | None,
+) -> tuple[list[Runner], QueueMap | None]:
+    """Every method over the stream, and the queues of the last that keeps any."""
+    moments = _moments(snapshots, len(rows))
+    runners = _runners(task, methods)
+    keeper = next((runner for runner in reversed(runners) if bank_of(runner.session.state)), None)
+    if keeper and place:
+        need_tsne()  # noticed before the run, and not after it
+    features = []
+    for start, chunk in _chunks(stream, rows, moments):
+        stop = start + len(chunk)
+        for runner in runners:
+            runner.advance(chunk.to(task.text), None if truth is None else truth[start:stop])
+        # as the session normalises them, so that a queued feature can be equal
+        features.append(unit_views(chunk, task.text, start)[:, 0].cpu())
+        if keeper and stop in moments and (bank := bank_of(keeper.session.state)):
+            keeper.moments.append(Moment(stop, bank))
+        if progress:
+            progress(stop)
+    if keeper is None:
+        return runners, None
+    return runners, queue_map(keeper.name, keeper.moments, torch.cat(features), keeper.predictions, place)
+
+
+def _runners(task: Task, methods: Sequence[str | Method]) -> list[Runner]:
+    made = [registry.make_method(method) if isinstance(method, str) else method for method in methods]
+    if not made or made[0].name != BASELINE:
+        made = [registry.make_method(BASELINE), *(method for method in made if method.name != BASELINE)]
+    runners: list[Runner] = []
+    for method in made:
+        again = sum(runner.session.method.name == method.name for runner in runners)
+        runners.append(Runner(f"{method.name} {again + 1}" if again else method.name, Session(task, method)))
+    return runners
+
+
+def _chunks(stream: Stream, rows: Tensor, stops: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+    """Chunks (n, V, D) with the place of their first image; none goes past one of the `stops`."""
+    edges = sorted({*range(0, len(rows), CHUNK), *stops, len(rows)})
+    for start, stop in zip(edges, edges[1:], strict=False):
+        chosen = rows[start:stop]
+        if isinstance(stream, Features):
+            yield start, next(stream.chunks(chosen.tolist(), size=stop - start))
+        else:
+            yield start, stream[chosen.to(stream.device)]
+
+
+def _rows(stream: Stream, order: Sequence[int] | None) -> Tensor:
+    """The rows of the stream in the order in which they are met, checked."""
+    if order is None:
+        return torch.arange(len(stream))
+    rows = torch.as_tensor(order, dtype=torch.long)
+    if not len(rows) or int(rows.min()) < 0 or int(rows.max()) >= len(stream):
+        raise InputError(f"The order must name rows of the stream, 0 to {len(stream) - 1}, at least one.")
+    return rows
+
+
+def _moments(snapshots: Sequence[int] | None, images: int) -> list[int]:
+    """The numbers of images after which queues are looked at, rising."""
+    if snapshots is None:
+        return sorted({max(1, images // 5), images})
+    wrong = next((number for number in snapshots if not 1 <= number <= images), None)
+    if wrong is not None:
+        raise InputError(f"A snapshot after {wrong} images, where the stream has {images}.")
+    return sorted(set(snapshots))
+
+
+def _met(images: Sequence[Image] | None, stream: Stream, rows: Tensor) -> list[Image]:
+    """The images in the order of the run; none where none are given."""
+    if images is None:
+        return []
+    if len(images) != len(stream):
+        raise InputError(
+            f"{len(images)} images for features of {len(stream)}; give the list that was encoded, in its order."
+        )
+    return [images[row] for row in rows.tolist()]
+
+
+def _thumbnails(images: Sequence[Image], first: Sequence[int], queues: QueueMap | None) -> dict[int, str]:
+    """Pictures of the images that the page shows, those in `first` before those of the queues, newest moment first."""
+    if not images:
+        return {}
+    held = [entry.image for moment in reversed(queues.snapshots if queues else ()) for entry in moment.entries]
+    wanted = dict.fromkeys([*first, *held])
+    return pictures.make_thumbnails({place: images[place] for place in wanted})
+
+
+def _note(runner: Runner) -> str:
+    """The settings that are not the defaults."""
+    method = runner.session.method
+    defaults = {entry.name: entry.default for entry in fields(method)}  # type: ignore[arg-type]
+    settings = {name: getattr(method, name) for name in defaults}
+    changed = [f"{name}={value}" for name, value in settings.items() if value != defaults[name]]
+    return ", ".join(changed) or ("defaults" if settings else "nothing to set")
+
+
+def _title(stream: Stream) -> str:
+    dataset = stream.metadata.get("dataset", "") if isinstance(stream, Features) else ""
+    return dataset or (stream.path.name if isinstance(stream, Features) else "A stream")
+
+
+def _subtitle(images: int, task: Task, stream: Stream) -> str:
+    views = stream.views if isinstance(stream, Features) else stream.shape[1]
+    return f"{count(images, 'image')}, {count(task.classes, 'class')}, {count(views, 'view')} each"

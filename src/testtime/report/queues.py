@@ -1,0 +1,122 @@
+"""What a method's queues hold: which image each feature came from, and where it lies on a map."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from testtime.bank import Bank
+from testtime.ops import unit
+from testtime.report.data import Queued, QueueMap, Snapshot
+from testtime.types import MissingPart
+
+PLACED = 1200  # most features on a map: t-SNE's time and the page grow with them
+FEWEST = 5  # features that make a map
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The bank of a method after so many images."""
+
+    images: int
+    bank: Bank
+
+
+def bank_of(state: Any) -> Bank | None:
+    """The first bank of a state: DPE's queues, TDA's positive cache; None where it has none."""
+    parts = state if isinstance(state, tuple) else ()
+    return next((part for part in parts if isinstance(part, Bank) and part.cost.shape[1]), None)
+
+
+def sources(keys: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+    """For each key (E, D), the image (N, D) it came from, (E,), and whether the two are equal, (E,) bool.
+
+    A key that is no image's own feature, such as a mean of several views, goes to the nearest by cosine.
+    """
+    images = torch.cat([(unit(part) @ features.T).argmax(1) for part in keys.split(256)])
+    return images, (features[images] == keys).all(1)
+
+
+def queue_map(
+    method: str, moments: Sequence[Moment], features: Tensor, answers: Sequence[int], place: bool = True, seed: int = 0
+) -> QueueMap:
+    """The queues at each moment, `features` (N, D) being the images' own and `answers` the classes given to them.
+
+    With `place`, features get places on one t-SNE map of all moments, which is seeded.
+    """
+    kept, left_out = _shown_classes(moments, answers)
+    found: dict[bytes, Tensor] = {}  # each feature once, however many moments it stays
+    held: list[list[tuple[int, int, bytes]]] = []  # class, image, feature
+    exact = total = 0
+    for moment in moments:
+        labels, slots = moment.bank.cost.cpu().isfinite().nonzero(as_tuple=True)
+        chosen = torch.tensor([label in kept for label in labels.tolist()], dtype=torch.bool)
+        labels, slots = labels[chosen], slots[chosen]
+        keys = moment.bank.keys.cpu()[labels, slots]
+        images, same = sources(keys, features[: moment.images]) if len(keys) else (labels, labels.bool())
+        exact, total = exact + int(same.sum()), total + len(keys)
+        marks = [key.numpy().tobytes() for key in keys]
+        found |= dict(zip(marks, keys, strict=True))
+        held.append(list(zip(labels.tolist(), images.tolist(), marks, strict=True)))
+    places: dict[bytes, tuple[float, float]] = {}
+    if place and len(found) >= FEWEST:
+        places = dict(zip(found, tsne(torch.stack(list(found.values())), seed), strict=True))
+    snapshots = [
+        Snapshot(moment.images, [Queued(label, image, *places.get(mark, ())) for label, image, mark in entries])
+        for moment, entries in zip(moments, held, strict=True)
+    ]
+    return QueueMap(method, snapshots, _text(exact, total, len(kept), left_out, seed if places else None))
+
+
+def _text(exact: int, total: int, kept: int, left_out: int, seed: int | None) -> str:
+    """How images were found, what is left out, and how the map was seeded."""
+    if exact == total:
+        text = "Each feature is that of one image, found by equality."
+    else:
+        text = (
+            "A feature is the mean of an image's confident views; the image shown with it is the one whose own feature "
+            f"is nearest by cosine ({exact:,} of {total:,} are equal to it)."
+        )
+    if left_out:
+        text += f" Shown are the {kept:,} classes most often answered; {left_out:,} more are left out."
+    return text if seed is None else f"{text} The map's t-SNE has seed {seed}."
+
+
+def need_tsne() -> Any:
+    """scikit-learn's t-SNE, or how to come by it."""
+    try:
+        from sklearn.manifold import TSNE
+    except ImportError:
+        raise MissingPart(
+            "The map of the queues needs scikit-learn: pip install 'testtime[report]', or leave it out with --no-map."
+        ) from None
+    return TSNE
+
+
+def tsne(features: Tensor, seed: int) -> list[tuple[float, float]]:
+    """Places on a plane where neighbours by cosine stay neighbours: (E, D) -> E pairs."""
+    perplexity = min(30.0, (len(features) - 1) / 3)
+    fitted = need_tsne()(perplexity=perplexity, metric="cosine", init="pca", random_state=seed, n_jobs=1)
+    places = fitted.fit_transform(features.double().numpy())
+    return [(round(float(x), 3), round(float(y), 3)) for x, y in places]
+
+
+def _shown_classes(moments: Sequence[Moment], answers: Sequence[int]) -> tuple[set[int], int]:
+    """The classes whose queues are shown, most often answered first as long as there is room, and how many are not."""
+    size = sum(moment.bank.cost.cpu().isfinite().sum(1) for moment in moments)
+    sizes = size.tolist() if isinstance(size, Tensor) else []
+    frequency = Counter(answers)
+    kept: set[int] = set()
+    room = PLACED
+    holding = [label for label, number in enumerate(sizes) if number]
+    for label in sorted(holding, key=lambda c: (-frequency[c], c)):
+        if sizes[label] > room:
+            break
+        room -= sizes[label]
+        kept.add(label)
+    return kept, len(holding) - len(kept)

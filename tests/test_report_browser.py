@@ -1,0 +1,164 @@
+"""The page in a real browser: quiet, self-sufficient, and readable on a desk and on a phone."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+import testtime as tt
+from testtime.report import Grid, Series, StreamReport, UnlabelledReport, html
+from testtime.report.gather import stream_report, unlabelled_report
+
+pytest.importorskip("playwright", reason="playwright is not installed")
+pytest.importorskip("sklearn", reason="scikit-learn is not installed")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+if CHROMIUM is None:
+    pytest.skip("no chromium on this machine", allow_module_level=True)
+
+SIZES = [(1280, 900), (390, 844)]
+
+
+def pictures(folder, number):
+    from PIL import Image
+
+    paths = []
+    for index in range(number):
+        paths.append(folder / f"photograph-{index:03d}.png")
+        Image.new("RGB", (80, 60), (index * 3 % 256, index * 7 % 256, 90)).save(paths[-1])
+    return paths
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    """A page of a stream with labels and every part, and one of a folder without labels."""
+    from dataclasses import replace
+
+    folder = tmp_path_factory.mktemp("pages")
+    task, stream, labels = tt.toy(classes=14, images=120, views=1)
+    task = tt.Task(task.text, tuple(f"a rather long class name {c}" for c in range(task.classes)), task.scale)
+    paths = pictures(folder, 120)
+    full: StreamReport = stream_report(task, stream, labels, ["tda", "dpe"], images=paths, snapshots=[50, 120])
+    full = replace(
+        full,
+        grids=[
+            Grid("alpha and beta", "alpha", list(range(9)), "beta", [1, 3], [[0.5] * 9, [0.1 * c for c in range(9)]])
+        ],
+        series=[Series("tau", "entropy_threshold", [0.01, 0.1, 1.0], {"dpe": [0.5, 0.7, 0.6]})],
+    )
+    bare: UnlabelledReport = unlabelled_report(task, stream, ["dpe"], images=paths)
+    command = "testtime report " + "a-long-folder-name/" * 12 + "features.safetensors"
+    for name, report in (("full", full), ("bare", bare)):
+        (folder / f"{name}.html").write_text(html([report], {"Command": command}, "A report"))
+    return {name: (folder / f"{name}.html").as_uri() for name in ("full", "bare")}
+
+
+@pytest.fixture(scope="module")
+def browser():
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as play:
+        chromium = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def visit(browser, pages):
+    """Opens a page, and holds it to saying nothing on the console and asking for nothing else."""
+    opened, problems = [], []
+
+    def go(name, size=SIZES[0], **options):
+        page = browser.new_page(viewport={"width": size[0], "height": size[1]}, **options)
+        opened.append(page)
+        page.on("console", lambda message: problems.append(f"console: {message.text}"))
+        page.on("pageerror", lambda error: problems.append(f"error: {error}"))
+        page.on("request", lambda asked: asked.url.startswith(("data:", pages[name])) or problems.append(asked.url))
+        page.goto(pages[name])
+        return page
+
+    yield go
+    for page in opened:
+        page.close()
+    assert problems == []
+
+
+@pytest.mark.parametrize("size", SIZES, ids=["desk", "phone"])
+@pytest.mark.parametrize("name", ["full", "bare"])
+def test_nothing_hangs_over_the_edge(visit, name, size):
+    page = visit(name, size)
+    page.evaluate("for (const d of document.querySelectorAll('details')) d.open = true")
+    assert page.evaluate("document.documentElement.scrollWidth") <= size[0]
+    over = page.evaluate("""() => [...document.querySelectorAll("main *")].filter((node) =>
+        !node.closest(".scroll, .hidden, svg") && node.getBoundingClientRect().right > innerWidth + 1)
+        .map((node) => node.outerHTML.slice(0, 80))""")
+    assert over == []
+
+
+def test_the_matrix_of_answers_fits_on_a_desk(visit):
+    page = visit("full")
+    assert page.locator(".matrix").evaluate("node => node.scrollWidth <= node.clientWidth")
+
+
+@pytest.mark.parametrize("size", SIZES, ids=["desk", "phone"])
+def test_pointing_at_a_queued_feature_shows_its_picture_and_its_class(visit, size):
+    page = visit("full", size)
+    point = page.locator("svg[data-map] .point").nth(2)
+    point.scroll_into_view_if_needed()
+    box = point.bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    tip = page.locator(".card-of-image:visible")
+    assert tip.count() == 1 and "a rather long class name" in tip.inner_text()
+    picture = tip.locator(".thumb").evaluate("node => getComputedStyle(node).backgroundImage")
+    assert picture.startswith('url("data:image/jpeg;base64,')
+    inside = tip.evaluate(
+        "node => { const b = node.getBoundingClientRect(); return b.left >= 0 && b.right <= innerWidth }"
+    )
+    assert inside
+    label = page.locator("svg[data-map].dim .point.on").first.get_attribute("data-label")
+    same = page.locator(f'svg[data-map] .point[data-label="{label}"]').count()
+    assert page.locator("svg[data-map].dim .point.on").count() == same  # in both maps
+    page.mouse.move(2, 2)
+    assert tip.count() == 0 and page.locator("svg.dim").count() == 0
+
+
+def test_pointing_at_the_curves_shows_numbers(visit):
+    page = visit("full")
+    box = page.locator(".plot.wide svg[data-chart]").bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    assert "images" in page.locator(".tip:visible").inner_text()
+
+
+def test_light_and_dark_have_colours_of_their_own(visit):
+    colours = {}
+    for scheme in ("light", "dark"):
+        page = visit("full", color_scheme=scheme)
+        colours[scheme] = page.evaluate("""() => ["body", ".heat.best", ".matrix .right[style]"].map((selector) => {
+            const style = getComputedStyle(document.querySelector(selector));
+            return style.color + style.backgroundColor })""")
+    assert all(light != dark for light, dark in zip(colours["light"], colours["dark"], strict=True))
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_numbers_on_coloured_cells_can_be_read(visit, scheme):
+    page = visit("full", color_scheme=scheme)
+    # the browser paints each cell's two colours on one pixel, whatever notation it computes them in
+    ratios = page.evaluate("""() => {
+        const dot = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+        const light = (colour) => {
+            dot.clearRect(0, 0, 1, 1); dot.fillStyle = colour; dot.fillRect(0, 0, 1, 1);
+            const [r, g, b] = [...dot.getImageData(0, 0, 1, 1).data].map((v) => v / 255)
+                .map((v) => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+            return 0.2126 * r + 0.7152 * g + 0.0722 * b };
+        return [...document.querySelectorAll(".heat, .matrix td[style]")].map((cell) => {
+            const style = getComputedStyle(cell), pair = [light(style.color), light(style.backgroundColor)];
+            return (Math.max(...pair) + 0.05) / (Math.min(...pair) + 0.05) }) }""")
+    assert len(ratios) > 18 and min(ratios) >= 4.5
+
+
+def test_every_chart_has_words_and_its_numbers(visit):
+    page = visit("full")
+    nameless = page.evaluate("""() => [...document.querySelectorAll("svg[role=img]")].filter((svg) =>
+        !svg.getAttribute("aria-label") && !(svg.querySelector("title") && svg.querySelector("desc"))).length""")
+    assert nameless == 0
+    assert page.locator("details table").count() >= 4
