@@ -7,6 +7,8 @@ kernels; products of matrices are made one setting at a time. The numbers are th
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -36,12 +38,14 @@ def sweep(task: Task, methods: Sequence[Method], chunks: Iterable[Tensor]) -> li
         method.check(task)
     runs = [_Runs(task, methods, places) for places in _abreast(task, methods)]
     logits: list[list[Tensor]] = [[] for _ in methods]
-    count = 0
-    for chunk in chunks:
-        for run in runs:
-            for place, rows in run.scan(chunk, count).items():
-                logits[place].append(rows)
-        count += len(chunk)
+    count, threads = 0, torch.get_num_threads()
+    # a core to each group of runs is better used than many cores to each small product
+    with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        for chunk in chunks:
+            for done in pool.map(partial(_Runs.scan, chunk=chunk, count=count), runs):
+                for place, rows in done.items():
+                    logits[place].append(rows)
+            count += len(chunk)
     return [torch.cat(parts) for parts in logits]
 
 
