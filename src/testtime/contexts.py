@@ -8,7 +8,7 @@ frozen: gradients reach the tokens and nothing else.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,9 +21,11 @@ from testtime.types import Context, Encoder, InputError, MissingPart
 
 WORDS = "a photo of a"
 CHUNK = 128  # prompts that pass the tower at once
+Parts = tuple[nn.Module, Tensor, Tensor]  # tower, embedded prompts (C, L, width) and ids (C, L), all in one place
+KEPT = 1  # chunks whose way through the tower is kept for all images: most tasks have no more classes
 
 
-def build_context(encoder: Encoder, classnames: Sequence[str], words: str = WORDS, chunk: int = CHUNK) -> Context:
+def build_context(encoder: Encoder, classnames: Sequence[str], words: str = WORDS, chunk: int = CHUNK) -> SoftPrompts:
     """Prompts "`words` NAME." of all classes as a function of the vectors of `words`.
 
     `chunk` prompts pass the tower at a time; see `SoftPrompts` for what that costs. An encoder without a text
@@ -51,6 +53,45 @@ def build_context(encoder: Encoder, classnames: Sequence[str], words: str = WORD
     )
 
 
+class Start:
+    """Prototypes at the tokens that every image starts from, and the way back from them to those tokens.
+
+    The tokens are the same for every image, so the tower's forward pass is too: it is computed once, and of the first
+    `kept` chunks also its graph is kept, which each image's gradient is then sent back through. Of the other chunks it
+    is computed again, once for all images whose gradients are asked for together.
+    """
+
+    def __init__(self, tokens: Tensor, chunks: Sequence[Callable[[Tensor], Tensor]], kept: int = KEPT) -> None:
+        with torch.inference_mode(False), torch.enable_grad():
+            self.tokens = tokens.detach().clone().requires_grad_()  # (n, width)
+            self._later = chunks[kept:]
+            self._graphs = [chunk(self.tokens) for chunk in chunks[:kept]]
+            with torch.no_grad():
+                rows = [rows.detach() for rows in self._graphs] + [chunk(self.tokens) for chunk in self._later]
+            self.text = torch.cat(rows)  # (C, D)
+
+    def gradients(self, by_text: Tensor) -> Tensor:
+        """Gradients by the tokens of losses whose gradients by the prototypes are given: (B, C, D) -> (B, n, width)."""
+        total = by_text.new_zeros(len(by_text), *self.tokens.shape)
+        first = 0
+        with torch.inference_mode(False), torch.enable_grad():
+            for number in range(len(self._graphs) + len(self._later)):
+                there = number < len(self._graphs)
+                rows = self._graphs[number] if there else self._later[number - len(self._graphs)](self.tokens)
+                for image, wanted in enumerate(by_text[:, first : first + len(rows)]):
+                    (grad,) = torch.autograd.grad(rows, self.tokens, wanted, retain_graph=True)
+                    total[image] += grad
+                first += len(rows)
+        return total
+
+
+def at_start(context: Context, like: Tensor) -> Start:
+    """What a tuning through `context` begins with: what it keeps itself, or else made for this call."""
+    if isinstance(context, SoftPrompts):
+        return context.at_start(like)
+    return Start(context.start.to(like), [context])
+
+
 class SoftPrompts:
     """One prompt a class, with n vectors in it that are free; a `Context`.
 
@@ -63,6 +104,7 @@ class SoftPrompts:
     and results are kept, and each chunk is computed again on the way back. So the peak is the activations of one
     chunk, about 12 * chunk * L * layers * width numbers, whatever C and B are, plus results (B, C, D). For CLIP's
     ViT-B/16 (12 layers, 512 wide) and 128 prompts that is 0.6 GB in float32 at 16 tokens a prompt, 2.9 GB at all 77.
+    `at_start` keeps the activations of as many more chunks as `kept` says.
     """
 
     def __init__(
@@ -73,15 +115,42 @@ class SoftPrompts:
         start: Tensor,
         first: int,
         chunk: int = CHUNK,
+        kept: int = KEPT,
     ) -> None:
         if chunk < 1:
             raise InputError(f"chunk={chunk}: at least one prompt at a time.")
         self.start = start  # (n, width)
         self.chunk = chunk
+        self.kept = kept
         self._ids = ids
         self._first = first
         self._own = tower.eval().requires_grad_(False), embedded
-        self._made: dict[tuple[torch.device, torch.dtype], tuple[nn.Module, Tensor, Tensor]] = {}
+        self._made: dict[tuple[torch.device, torch.dtype], Parts] = {}
+        self._starts: dict[tuple[torch.device, torch.dtype], Start] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_starts": {}}  # graphs cannot be copied; they are made again
+
+    def starting_from(self, tokens: Tensor) -> SoftPrompts:
+        """The same prompts with other tokens (n, width) to start from."""
+        self._check(tokens, 2)
+        other = copy.copy(self)
+        other.start = tokens
+        return other
+
+    def at_start(self, like: Tensor) -> Start:
+        """What a tuning begins with, on the device and in the dtype of `like`; worked out once and kept."""
+        place = like.device, like.dtype
+        if place not in self._starts:
+            first, parts = self._first, self._at(like)
+            classes = torch.arange(len(self._ids), device=like.device)
+
+            def passing(some: Tensor) -> Callable[[Tensor], Tensor]:
+                return lambda tokens: _rows(first, parts, tokens[None], torch.zeros_like(some), some)
+
+            chunks = [passing(some) for some in classes.split(self.chunk)]
+            self._starts[place] = Start(self.start.to(like), chunks, self.kept)
+        return self._starts[place]
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """Unit prototypes of prompts that begin with `tokens`: (n, width) -> (C, D), or (B, n, width) -> (B, C, D)."""
@@ -115,23 +184,14 @@ class SoftPrompts:
         # a single chunk is kept whole: computing it again would save nothing
         again = len(pairs) > 1 and torch.is_grad_enabled() and sets.requires_grad
         rows = [
-            checkpoint(self._rows, parts, sets, *pair, use_reentrant=False, preserve_rng_state=False)
+            checkpoint(_rows, self._first, parts, sets, *pair, use_reentrant=False, preserve_rng_state=False)
             if again
-            else self._rows(parts, sets, *pair)
+            else _rows(self._first, parts, sets, *pair)
             for pair in pairs
         ]
         return torch.cat(rows)
 
-    def _rows(self, parts: tuple[nn.Module, Tensor, Tensor], sets: Tensor, which: Tensor, classes: Tensor) -> Tensor:
-        tower, embedded, ids = parts
-        fixed = embedded[classes]
-        stop = self._first + sets.shape[1]
-        # one set of tokens is repeated, several are picked: the same rows, but the sum on the way back is cheaper
-        free = sets.expand(len(which), -1, -1) if len(sets) == 1 else sets[which]
-        prompts = torch.cat([fixed[:, : self._first], free, fixed[:, stop:]], dim=1)
-        return unit(tower(prompts, ids[classes]))
-
-    def _at(self, like: Tensor) -> tuple[nn.Module, Tensor, Tensor]:
+    def _at(self, like: Tensor) -> Parts:
         """Tower, embedded prompts and ids on the device and in the dtype of `like`."""
         place = like.device, like.dtype
         if place not in self._made:
@@ -142,6 +202,17 @@ class SoftPrompts:
                     tower = copy.deepcopy(tower).to(*place).requires_grad_(False)
                 self._made[place] = tower, embedded.to(*place), self._ids.to(like.device)
         return self._made[place]
+
+
+def _rows(first: int, parts: Parts, sets: Tensor, which: Tensor, classes: Tensor) -> Tensor:
+    """Unit rows (R, D): row r is the prompt of class `classes[r]` with the tokens `sets[which[r]]` from `first` on."""
+    tower, embedded, ids = parts
+    fixed = embedded[classes]
+    stop = first + sets.shape[1]
+    # one set of tokens is repeated, several are picked: the same rows, but the sum on the way back is cheaper
+    free = sets.expand(len(which), -1, -1) if len(sets) == 1 else sets[which]
+    prompts = torch.cat([fixed[:, :first], free, fixed[:, stop:]], dim=1)
+    return unit(tower(prompts, ids[classes]))
 
 
 # CLIP and its kin
@@ -209,7 +280,7 @@ class OpenClipTower(nn.Module):
         return ids.argmax(1) if self.pool == "argmax" else ids.eq(self.eos).int().argmax(1)
 
 
-def stored_context(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], chunk: int = CHUNK) -> Context:
+def stored_context(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], chunk: int = CHUNK) -> SoftPrompts:
     """The context of a feature file that carries a text tower of its own, as stored runs of TPT do.
 
     `tensors` are the tower under `clip.*` (OpenAI's names), `tokens` (C, L), the prompts in its own vocabulary, and
