@@ -112,8 +112,8 @@ def test_chunks_bound_what_is_kept_for_gradients(clip):
 
 
 @pytest.mark.parametrize(("chunk", "kept"), [(5, 1), (2, 1), (2, 0), (2, 9)])
-def test_the_kept_start_gives_the_prototypes_and_gradients_of_a_call(encoder, chunk, kept):
-    context = build_context(encoder, NAMES, chunk=chunk)
+def test_the_kept_start_gives_the_prototypes_and_gradients_of_a_call(clip, chunk, kept):
+    context = build_context(clip, NAMES, chunk=chunk)
     context.kept = kept
     tokens = context.start.double().requires_grad_()
     text = context(tokens)

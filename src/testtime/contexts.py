@@ -17,11 +17,12 @@ from torch.utils.checkpoint import checkpoint
 
 from testtime.ops import unit
 from testtime.prompts import check_classes
+from testtime.towers import MeanTower, OpenClipTower, TransformersTower
 from testtime.types import Context, Encoder, InputError, MissingPart
 
 WORDS = "a photo of a"
 CHUNK = 128  # prompts that pass the tower at once
-Parts = tuple[nn.Module, Tensor, Tensor]  # tower, embedded prompts (C, L, width) and ids (C, L), all in one place
+Parts = tuple[nn.Module, Tensor, Tensor]  # tower, embedded prompts (C, L, width) and ids (C, ...), all in one place
 KEPT = 1  # chunks whose way through the tower is kept for all images: most tasks have no more classes
 
 
@@ -47,9 +48,14 @@ def build_context(encoder: Encoder, classnames: Sequence[str], words: str = WORD
 
     if isinstance(encoder, OpenClip):
         return _open_clip(encoder, names, words, chunk)
+
+    from testtime.encoders.hf import DualEncoder
+
+    if isinstance(encoder, DualEncoder):
+        return _transformers(encoder, names, words, chunk)
     raise MissingPart(
         f"Encoder '{encoder.name}' offers no text tower that gradients can pass, which prompt tuning needs. "
-        "Use open_clip:MODEL/PRETRAINED or offline."
+        "Use open_clip:MODEL/PRETRAINED, hf:REPO or offline."
     )
 
 
@@ -95,8 +101,8 @@ def at_start(context: Context, like: Tensor) -> Start:
 class SoftPrompts:
     """One prompt a class, with n vectors in it that are free; a `Context`.
 
-    `tower` maps embedded prompts (R, L, width) and their token ids (R, L) to features (R, D) of any length.
-    `embedded` (C, L, width) and `ids` (C, L) are the prompts of the classes; tokens stand in for the positions from
+    `tower` maps embedded prompts (R, L, width) and their token ids (R, ...) to features (R, D) of any length.
+    `embedded` (C, L, width) and `ids` (C, ...) are the prompts of the classes; tokens stand in for the positions from
     `first` on. A call computes in the dtype and on the device of its tokens, with a copy of the tower where the
     encoder's own is elsewhere or in another precision; copies are kept.
 
@@ -218,68 +224,6 @@ def _rows(first: int, parts: Parts, sets: Tensor, which: Tensor, classes: Tensor
 # CLIP and its kin
 
 
-class OpenClipTower(nn.Module):
-    """The text transformer of an open_clip model, from embedded tokens on; the modules are the model's own."""
-
-    def __init__(self, text: Any, pool: str, eos: int) -> None:
-        super().__init__()
-        self.transformer = text.transformer
-        self.ln_final = text.ln_final
-        self.projection = text.text_projection  # (width, D), a linear layer, or none
-        self.positions = text.positional_embedding  # (longest, width)
-        self.pool, self.eos = pool, eos
-        self.last = getattr(text, "cls_emb", None)  # CoCa: a learned token after all others, pooled from
-        mask = getattr(text, "attn_mask", None)
-        self.mask: Tensor | None
-        self.register_buffer("mask", None if mask is None else mask.detach().clone(), persistent=False)
-        self.hides_padding = getattr(text, "use_pad_mask", False) or self.last is not None
-        self.padding, self.heads = getattr(text, "pad_id", 0), getattr(text, "heads", 1)
-        self.corrected = getattr(text, "correct_cls_mask", False)
-
-    def needed(self, ids: Tensor) -> int:
-        """How many tokens of the prompts (C, L) can reach the result: up to the end of text, where all look back."""
-        if self.mask is None or self.last is not None or self.pool not in ("argmax", "eos"):
-            return ids.shape[1]
-        return int(self._end(ids).max()) + 1
-
-    def forward(self, prompts: Tensor, ids: Tensor) -> Tensor:
-        """Features (R, D) of embedded prompts (R, L, width) with ids (R, L)."""
-        if self.last is not None:
-            prompts = torch.cat([prompts, self.last.expand(len(prompts), 1, -1)], dim=1)
-        length = prompts.shape[1]
-        mask = None if self.mask is None else self.mask[:length, :length]
-        if self.hides_padding:
-            hidden_keys = self._padding_mask(ids, prompts)
-            mask = hidden_keys if mask is None else mask[None] + hidden_keys
-        hidden = self.transformer(prompts + self.positions[:length], attn_mask=mask)
-        # the norm acts token by token, so it may come after the pooling
-        features = self.ln_final(self._pooled(hidden, ids))
-        if isinstance(self.projection, nn.Linear):
-            return self.projection(features)
-        return features if self.projection is None else features @ self.projection
-
-    def _padding_mask(self, ids: Tensor, prompts: Tensor) -> Tensor:
-        """What keeps prompts (R, L, width) from looking at padding: (R * heads, L, L) of 0 and -inf."""
-        valid = ids != self.padding
-        if self.last is not None:
-            always = torch.ones_like(valid[:, :1])
-            # CoCa's published weights were trained with the mask one place off
-            valid = torch.cat([valid, always] if self.corrected else [always, valid], dim=1)
-        mask = prompts.new_zeros(valid.shape).masked_fill_(~valid, float("-inf"))
-        return mask[:, None].expand(-1, prompts.shape[1], -1).repeat_interleave(self.heads, dim=0)
-
-    def _pooled(self, hidden: Tensor, ids: Tensor) -> Tensor:
-        if self.last is not None or self.pool == "last":
-            return hidden[:, -1]
-        if self.pool == "first":
-            return hidden[:, 0]
-        return hidden[torch.arange(len(hidden), device=hidden.device), self._end(ids)]
-
-    def _end(self, ids: Tensor) -> Tensor:
-        """Where each text ends; with "argmax" its mark is the largest id."""
-        return ids.argmax(1) if self.pool == "argmax" else ids.eq(self.eos).int().argmax(1)
-
-
 def stored_context(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], chunk: int = CHUNK) -> SoftPrompts:
     """The context of a feature file that carries a text tower of its own, as stored runs of TPT do.
 
@@ -356,22 +300,6 @@ def _agree(one: Tensor, other: Tensor) -> int:
 # the offline encoder
 
 
-class MeanTower(nn.Module):
-    """A BERT from embedded tokens on, averaged over a text's tokens, with `zeros` columns after it."""
-
-    def __init__(self, language: nn.Module, padding: int, zeros: int) -> None:
-        super().__init__()
-        self.language = language
-        self.padding, self.zeros = padding, zeros
-
-    def forward(self, prompts: Tensor, ids: Tensor) -> Tensor:
-        """Features (R, D) of embedded prompts (R, L, width) with ids (R, L)."""
-        mask = ids != self.padding
-        hidden = self.language(inputs_embeds=prompts, attention_mask=mask.long()).last_hidden_state
-        mean = (hidden * mask[..., None]).sum(1)  # unnormalised: only its direction counts
-        return nn.functional.pad(mean, (0, self.zeros))
-
-
 def _offline(encoder: Any, names: Sequence[str], words: str, chunk: int) -> SoftPrompts:
     texts = [f"{words} {name}." for name in names]
     rows = [text.ids for text in encoder.tokenizer.encode_batch([*texts, words, ""])]  # padded to the longest
@@ -383,3 +311,20 @@ def _offline(encoder: Any, names: Sequence[str], words: str, chunk: int) -> Soft
     with torch.inference_mode(False), torch.no_grad():
         embedded = encoder.language.get_input_embeddings()(prompts).float()
     return SoftPrompts(tower, embedded, prompts, embedded[0, first:stop].clone(), first, chunk)
+
+
+# transformers
+
+
+def _transformers(encoder: Any, names: Sequence[str], words: str, chunk: int) -> SoftPrompts:
+    inputs = encoder.tokenize([*(f"{words} {name}." for name in names), words, ""])
+    *_, alone, empty = inputs["input_ids"]
+    first, stop = _span(inputs["input_ids"][:-2], alone, empty, words)
+    if "attention_mask" in inputs:  # what it hides reaches nothing, where all have it at their end
+        longest = int(inputs["attention_mask"][:-2].sum(1).max())
+        inputs = {name: values[:, :longest] for name, values in inputs.items()}
+    tower = TransformersTower(encoder.model, tuple(inputs), encoder.name)
+    stacked = torch.stack(list(inputs.values()), dim=1)[:-2]  # (C, kinds of input, L)
+    with torch.inference_mode(False), torch.no_grad():
+        embedded = tower.embed(inputs["input_ids"][:-2]).float()
+    return SoftPrompts(tower, embedded, stacked, embedded[0, first:stop].clone(), first, chunk)
