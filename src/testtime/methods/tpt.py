@@ -24,7 +24,8 @@ from torch import Tensor
 
 from testtime import ops
 from testtime.contexts import at_start
-from testtime.methods.base import Base, require
+from testtime.methods.base import require
+from testtime.methods.tuning import Tuning
 from testtime.types import Context, MissingPart, Task
 
 GROUP = 8  # images of a scan that share what the text tower computes for the untuned prompt
@@ -35,7 +36,7 @@ class State(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TPT(Base):
+class TPT(Tuning):
     """Test-time prompt tuning; the defaults are the released settings.
 
     Needs a task with a text tower: `build_task(..., context=True)`. `scan` tunes `batch` images side by side, each
@@ -61,22 +62,10 @@ class TPT(Base):
     gradients: ClassVar[str] = "autograd"
     needs_tower: ClassVar[bool] = True
 
-    lr: float = 5e-3  # about the size of one coordinate's change: AdamW's first step is nearly a sign
-    steps: int = 1
-    selection: float = 0.1  # fraction of the views that count as confident
-    adamw_eps: float = 1e-8
-    adamw_betas: tuple[float, float] = (0.9, 0.999)
-    adamw_weight_decay: float = 0.01  # acts on the prompt itself, so in the first step too
     batch: int = 1  # images tuned side by side; memory grows with it only by the prototypes
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("lr", "steps", "adamw_weight_decay"):
-            require(getattr(self, name) >= 0, name, getattr(self, name), "must be 0 or more")
-        require(self.adamw_eps > 0, "adamw_eps", self.adamw_eps, "must be above 0")
-        inside = all(0 <= beta < 1 for beta in self.adamw_betas)
-        require(inside, "adamw_betas", self.adamw_betas, "must lie in [0, 1)")
-        require(0 < self.selection <= 1, "selection", self.selection, "must lie in (0, 1]")
         require(self.batch >= 1, "batch", self.batch, "must be 1 or more")
 
     def check(self, task: Task) -> None:
@@ -96,7 +85,6 @@ class TPT(Base):
     def tune(self, task: Task, stream: Tensor) -> Tensor:
         """The tuned prompt of each image (B, V, D): (B, n, width)."""
         context = tower(task, self.name)
-        adam = ops.AdamW(self.lr, self.adamw_eps, self.adamw_betas, self.adamw_weight_decay)
         # a session runs in inference mode, where nothing has gradients, and its tensors never can: hence the copies
         with torch.inference_mode(False):
             stream = stream.clone()
@@ -112,7 +100,7 @@ class TPT(Base):
                 else:
                     pairs = zip(rows.split(self.batch), tokens.split(self.batch), strict=True)
                     grad = torch.cat([self._by_tokens(task, context, *pair) for pair in pairs])
-                tokens, moments = adam.step(tokens, grad, moments, number)
+                tokens, moments = self.adam.step(tokens, grad, moments, number)
         return tokens
 
     def select(self, logits: Tensor) -> Tensor:
