@@ -23,25 +23,35 @@ COSTS = ROOT / "benchmarks" / "results" / "methods.json"
 
 
 def comments(cls: type[Any]) -> dict[str, str]:
-    """What the source says beside each setting."""
+    """What the source says beside each setting, inherited ones too."""
     beside = {}
-    for line in inspect.getsource(cls).splitlines():
-        name, colon, rest = line.strip().partition(":")
-        if colon and name.isidentifier() and "#" in rest:
-            beside[name] = rest.split("#", 1)[1].strip()
+    for part in reversed([one for one in cls.__mro__ if one is not object]):
+        for line in inspect.getsource(part).splitlines():
+            name, colon, rest = line.strip().partition(":")
+            if colon and name.isidentifier() and "=" in rest:
+                beside[name] = rest.split("#", 1)[1].strip() if "#" in rest else beside.get(name, "")
     return beside
 
 
-def costs() -> tuple[dict[tuple[str, int], float], str]:
-    """Measured milliseconds by method and number of classes (64 views, 512 features), and their conditions."""
+def costs() -> tuple[dict[tuple[str, int], float], str, str]:
+    """Measured milliseconds by method and number of classes (64 views, 512 features), their conditions, the tower."""
     report = json.loads(COSTS.read_text())
     plain = [row for row in report["rows"] if (row["views"], row["dim"]) == (64, 512)]
-    return {(row["method"], row["classes"]): row["ms"] for row in plain}, report["conditions"]
+    return (
+        {(row["method"], row["classes"]): row["ms"] for row in plain},
+        report["conditions"],
+        report.get("tower", "not measured yet"),
+    )
+
+
+def cost(milliseconds: float | None, tower: bool) -> str:
+    """A cell of the table; a star marks what went through a text tower."""
+    return "not measured" if milliseconds is None else f"{milliseconds:.2f}{'*' * tower}"
 
 
 def methods_page() -> str:
     """The page on methods, in Markdown."""
-    measured, conditions = costs()
+    measured, conditions, tower = costs()
     lines = [
         "# Methods",
         "",
@@ -58,13 +68,14 @@ def methods_page() -> str:
             "yes" if cls.remembers else "no",
             cls.gradients,
             "needed" if cls.needs_tower else "no",
-            *(f"{measured[name, c]:.2f}" if (name, c) in measured else "not measured" for c in (100, 1000)),
+            *(cost(measured.get((name, classes)), cls.needs_tower) for classes in (100, 1000)),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     lines += [
         "",
         f"Cost: milliseconds per image on stored features, 64 views, 512 features, as `benchmarks/methods.py` measured "
-        f"them on a shared two-core machine ({conditions}). Methods that need a text tower cost what the tower does.",
+        f"them on a shared two-core machine ({conditions}). With a star: through a small text tower ({tower}); these "
+        "methods cost what the tower does, and that of a real encoder is many times as large.",
     ]
     for name in registry.METHODS:
         cls = registry.method_class(name)

@@ -1,8 +1,10 @@
-"""What tests share: the folders of stored traces and of real data, where they are there."""
+"""What tests share: the command line, and the folders of stored traces and of real data, where they are there."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from hypothesis import settings
@@ -31,3 +33,32 @@ def golden() -> Path:
 def data() -> Path:
     """The folder of real images and prompts."""
     return _shared("data")
+
+
+class Outcome(NamedTuple):
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
+    """The command line in this process: its arguments in, its exit code and what it printed out."""
+    from testtime.cli import main
+
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def call(*arguments: object) -> Outcome:
+        capsys.readouterr()
+        try:
+            main([str(argument) for argument in arguments])
+            code = 0
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.err
+        return Outcome(code, captured.out, captured.err)
+
+    return call

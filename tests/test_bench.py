@@ -42,6 +42,17 @@ def test_every_system_gets_a_row_with_accuracy_time_and_memory(plan) -> None:
     assert rows[2]["state_megabytes"] > rows[0]["state_megabytes"] == 0
 
 
+def test_an_oracle_is_a_row_of_its_own_that_says_so(plan) -> None:
+    systems = (System("DMN-ZS", "dmn"), System("DMN-ZS (oracle)", "dmn", oracle=True))
+    honest, oracle = run_systems(plan, systems)
+    assert set(systems) < set(benches.SYSTEMS)
+    assert honest["method"] == "dmn" and "oracle" not in honest
+    assert oracle["method"] == "dmn (oracle: fusion weight chosen with test labels)" and oracle["oracle"] is True
+    assert oracle["settings"]["fusion_memory"] == oracle["weight"]
+    assert oracle["accuracy"] == max(oracle["accuracy_by_weight"].values())
+    assert oracle["accuracy_by_weight"]["1"] == honest["accuracy"]
+
+
 def test_finished_cells_and_shards_are_not_done_again(plan, monkeypatch) -> None:
     first = run_systems(plan, SYSTEMS[:2])
 

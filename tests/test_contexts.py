@@ -14,7 +14,7 @@ from tolerances import assert_close
 from torch import Tensor, nn
 
 from testtime import InputError, MissingPart, build_task, load_encoder
-from testtime.contexts import SoftPrompts, build_context, stored_context
+from testtime.contexts import SoftPrompts, at_start, build_context, stored_context
 from testtime.encoders.clip import OpenClip
 from testtime.encoders.tiny import tiny
 
@@ -109,6 +109,51 @@ def test_chunks_bound_what_is_kept_for_gradients(clip):
         return sum(sizes)
 
     assert kept(40, chunk=10) < kept(40, chunk=40) / 20
+
+
+@pytest.mark.parametrize(("chunk", "kept"), [(5, 1), (2, 1), (2, 0), (2, 9)])
+def test_the_kept_start_gives_the_prototypes_and_gradients_of_a_call(clip, chunk, kept):
+    context = build_context(clip, NAMES, chunk=chunk)
+    context.kept = kept
+    tokens = context.start.double().requires_grad_()
+    text = context(tokens)
+    start = context.at_start(tokens)
+    assert_close(start.text, text.detach(), "arithmetic")
+    wanted = torch.randn(3, *text.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    for _ in range(2):  # what is kept is not used up
+        for got, by_text in zip(start.gradients(wanted), wanted, strict=True):
+            assert_close(got, torch.autograd.grad(text, tokens, by_text, retain_graph=True)[0], "closed form")
+    assert not start.text.requires_grad and start.tokens.grad is None
+
+
+def test_the_start_passes_the_tower_once_for_all_images(clip):
+    context = build_context(clip, NAMES, chunk=2)  # three chunks, the first of them kept
+    passes = []
+    tower, embedded, ids = context._at(context.start)
+    tower.register_forward_hook(lambda *_: passes.append(1))
+    start = context.at_start(context.start)
+    assert context.at_start(context.start) is start and at_start(context, context.start) is start
+    assert len(passes) == 3
+    start.gradients(torch.zeros(4, *start.text.shape))
+    assert len(passes) == 5  # the two others once more, for all four
+
+
+def test_another_start_is_another_context_of_the_same_prompts(clip):
+    context = build_context(clip, NAMES)
+    tokens = moved(context, 1, torch.float32)[0]
+    before = context.at_start(tokens).text
+    other = context.starting_from(tokens)
+    assert torch.equal(other.start, tokens) and not torch.equal(context.start, tokens)
+    assert_close(other.at_start(tokens).text, context(tokens), "arithmetic")
+    assert torch.equal(context.at_start(tokens).text, before)
+    with pytest.raises(InputError, match="Context tokens must be"):
+        context.starting_from(tokens[1:])
+
+
+def test_a_context_can_be_copied_after_use(clip):
+    context = build_context(clip, NAMES)
+    text = context.at_start(context.start).text
+    assert torch.equal(copy.deepcopy(context).at_start(context.start).text, text)
 
 
 def test_each_class_may_have_tokens_of_its_own(encoder):

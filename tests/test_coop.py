@@ -18,7 +18,6 @@ from safetensors.torch import load_file, save_file
 import testtime as tt
 from testtime import coop
 from testtime.checks import Task
-from testtime.cli import main
 from testtime.contexts import build_context
 from testtime.coop import CoOpSettings, Progress, few_shot, load_prompt, save_prompt, train
 from testtime.types import InputError, MissingPart, SettingError
@@ -72,24 +71,6 @@ def photos(tmp_path: Path) -> Path:
             pixels[..., place] += 150
             Image.fromarray(pixels).save(tmp_path / "photos" / name / f"{number}.png")
     return tmp_path / "photos"
-
-
-@pytest.fixture
-def cli(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        try:
-            main([str(argument) for argument in arguments])
-            code = 0
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        captured = capsys.readouterr()
-        assert "Traceback" not in captured.err
-        return code, captured.out, captured.err
-
-    return call
 
 
 # training

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import json
 import math
+import shutil
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,10 +16,22 @@ import torch
 from PIL import Image, ImageOps
 from tolerances import assert_close
 
-from testtime import InputError, MissingPart, SettingError, Task, build_task, diffusion, load_encoder, ops
+from testtime import (
+    InputError,
+    MissingPart,
+    Session,
+    SettingError,
+    StateError,
+    Task,
+    build_task,
+    diffusion,
+    load_encoder,
+    ops,
+)
 from testtime.checks import check_method
 from testtime.diffusion import DiffusersVariations, FolderVariations, diffusion_views, variation_pixels
 from testtime.encode import encode_views
+from testtime.features import Features
 from testtime.images import read_image
 from testtime.methods.difftpt import DiffTPT
 from testtime.methods.tpt import TPT, State
@@ -166,6 +181,105 @@ def test_ready_made_variations_are_found_by_the_images_name(tmp_path):
         source(read_image(tmp_path / "cat.jpg"), 1, 0)
     with pytest.raises(InputError, match="No folder of variations"):
         FolderVariations(tmp_path / "nowhere")
+
+
+def test_images_of_one_name_in_two_folders_have_variations_of_their_own(tmp_path):
+    for name, seed in {"photos/cat/1": 0, "photos/dog/1": 1, "drawn/cat/1/a": 2, "drawn/dog/1/a": 3}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        picture(seed).save(tmp_path / f"{name}.png")
+    source, photos = FolderVariations(tmp_path / "drawn"), tmp_path / "photos"
+    paths = [photos / "cat" / "1.png", photos / "dog" / "1.png"]
+    source.check(paths, 1)
+    assert [source.find(path, 1)[0].parts[-3] for path in paths] == ["cat", "dog"]
+    assert source.find("../photos/dog/1.png", 1) == source.find(paths[1], 1)
+
+
+def test_two_images_cannot_share_their_variations(tmp_path):
+    (tmp_path / "1").mkdir()
+    picture().save(tmp_path / "1" / "a.png")
+    with pytest.raises(InputError, match="would hold the variations of both 'cat/1.png' and 'dog/1.png'"):
+        FolderVariations(tmp_path).check([Path("cat/1.png"), Path("dog/1.png")], 1)
+
+
+@pytest.fixture
+def pets(tmp_path):
+    """Four images in `photos`, and three variations of each in `drawn`."""
+    for number, name in enumerate(("cat/1", "cat/2", "dog/1", "dog/2")):
+        (tmp_path / "photos" / name).parent.mkdir(parents=True, exist_ok=True)
+        picture(number).save(tmp_path / "photos" / f"{name}.png")
+        (tmp_path / "drawn" / name).mkdir(parents=True)
+        for i in range(3):
+            picture(10 * number + i).save(tmp_path / "drawn" / name / f"{i}.png")
+    return tmp_path
+
+
+def test_a_session_encodes_variations_beside_crops(pets):
+    encoder, source = load_encoder("tiny"), FolderVariations(pets / "drawn")
+    task = build_task(encoder, NAMES, context=True)
+    session = Session(task, "difftpt", encoder=encoder, views=4, seed=5, variations=source)
+    paths = sorted((pets / "photos").rglob("*.png"))
+    found = [prediction.logits for _, prediction in session.run(paths, batch=3)]
+    for index, (path, logits) in enumerate(zip(paths, found, strict=True)):
+        views = diffusion_views(encoder, read_image(path), source, crops=3, count=3, seed=5, index=index)
+        assert views.shape == (7, encoder.dim)
+        assert_close(logits, DiffTPT().step(task, State(), ops.unit(views))[0], "stream")
+
+
+def test_a_saved_session_goes_on_with_its_variations_only(pets):
+    encoder, source = load_encoder("tiny"), FolderVariations(pets / "drawn")
+    task = build_task(encoder, NAMES, context=True)
+    session = Session(task, "difftpt", encoder=encoder, views=4, variations=source)
+    session.step(pets / "photos" / "cat" / "1.png")
+    path = session.save(pets / "state.safetensors")
+    again = Session.load(path, task, encoder=encoder, variations=source)
+    after = pets / "photos" / "dog" / "1.png"
+    assert torch.equal(again.step(after).logits, session.step(after).logits)
+    with pytest.raises(StateError, match="made with variations .*drawn, not None"):
+        Session.load(path, task, encoder=encoder)
+    plain = Session(task, "difftpt", encoder=encoder).save(pets / "plain.safetensors")
+    with pytest.raises(StateError, match="made with variations None, not .*drawn"):
+        Session.load(plain, task, encoder=encoder, variations=source)
+
+
+def test_the_command_line_runs_it_on_ready_made_variations(cli, pets):
+    common = ["--encoder", "tiny", "--classes", "cat,dog,fox", "--variations", pets / "drawn", "--views", 4]
+    done = cli("run", pets / "photos", "--method", "difftpt", *common, "--format", "jsonl")
+    assert done.code == 0, done.err
+    rows = [json.loads(line) for line in done.out.splitlines()]
+    assert [Path(row["image"]).name for row in rows] == ["1.png", "2.png"] * 2
+    assert cli("run", pets / "photos", "--method", "difftpt", *common, "--format", "jsonl").out == done.out
+    store = pets / "views.safetensors"
+    done = cli("encode", pets / "photos", *common, "--dtype", "float32", "--out", store)
+    assert done.code == 0 and "4 images x 7 views" in done.err, done.err
+    features = Features(store)
+    assert features.views == 7 and features.metadata["variations"] == str(pets / "drawn")
+    shards = ["encode", pets / "photos", *common, "--shard", 2, "--out", pets / "shards"]
+    for _ in range(2):  # finished shards are known again
+        assert cli(*shards).code == 0
+    assert Features(pets / "shards").views == 7
+
+
+def test_missing_variations_are_an_error_before_anything_is_encoded(cli, pets):
+    common = ["run", pets / "photos", "--encoder", "tiny", "--classes", "cat,dog", "--method", "difftpt"]
+    refused = cli(*common, "--variations", pets / "drawn")  # as many as the paper, where nothing else is said
+    assert refused.code == 2 and "holds 3 variations of" in refused.err and "63 are needed" in refused.err
+    shutil.rmtree(pets / "drawn" / "dog" / "2")
+    refused = cli(*common, "--variations", pets / "drawn", "--views", 3)
+    assert refused.code == 2 and "holds 0 variations of" in refused.err and refused.out == ""
+    refused = cli(*common, "--variations", pets / "drawn", "--views", 1)
+    assert refused.code == 2 and "--views 1 with --variations" in refused.err
+    refused = cli(*common, "--variations", pets / "nowhere")
+    assert refused.code == 2 and "diffusers:WEIGHTS" in refused.err
+
+
+def test_the_command_line_draws_variations(cli, pets, pipeline):
+    common = ["run", pets / "photos", "--encoder", "tiny", "--classes", "cat,dog", "--method", "difftpt"]
+    done = cli(*common, "--variations", "diffusers:weights/mine", "--views", 3, "--limit", 2, "--format", "jsonl")
+    assert done.code == 0 and len(done.out.splitlines()) == 2, done.err
+    assert pipeline.options["weights"] == "weights/mine" and len(pipeline.calls) == 2
+    drawn = [call["generator"][0].initial_seed() for call in pipeline.calls]
+    cli(*common, "--variations", "diffusers:weights/mine", "--views", 3, "--limit", 2)
+    assert [call["generator"][0].initial_seed() for call in pipeline.calls[2:]] == drawn and len(set(drawn)) == 2
 
 
 def test_the_diffusion_model_sees_the_whole_image_squeezed_without_anti_aliasing():

@@ -17,9 +17,12 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from tolerances import assert_close
 from torch.nn.functional import normalize
 
 from testtime import InputError, MissingPart, Session, build_task, load_encoder
+from testtime.contexts import build_context
+from testtime.coop import CoOpSettings, train
 from testtime.encoders import clip, hf, hub
 from testtime.types import Encoder
 from testtime.views import Preprocess, clean
@@ -221,6 +224,116 @@ def references(folders: dict[str, Path]) -> dict[str, tuple[Any, Any, Any]]:
     }
     logging.enable_progress_bar()
     return read
+
+
+# Contexts: prompts whose first words are free vectors
+
+NAMES = ["cat", "oak_tree", "very old sailing ship", "fox"]
+SENTENCES = [f"a photo of a {name.replace('_', ' ')}." for name in NAMES]
+
+
+def moved(context: Any, sets: int) -> torch.Tensor:
+    """Some tokens that are not those of any words: (sets, n, width)."""
+    noise = torch.randn(sets, *context.start.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return context.start.double() + 0.05 * noise
+
+
+@needs_transformers
+def test_the_start_of_a_context_gives_the_encoders_own_text_features(family) -> None:
+    encoder = load_encoder(f"hf:{family[1]}")
+    context = build_context(encoder, NAMES)
+    assert_close(context(context.start), encoder.encode_texts(SENTENCES), "arithmetic")
+    assert_close(context.at_start(context.start).text, encoder.encode_texts(SENTENCES), "arithmetic")
+    others = build_context(encoder, NAMES, words="art of the")
+    own = encoder.encode_texts([text.replace("a photo of a", "art of the") for text in SENTENCES])
+    assert_close(others(others.start), own, "arithmetic")
+    assert (own - encoder.encode_texts(SENTENCES)).abs().max() > 1e-2
+
+
+@needs_transformers
+def test_prompts_in_batches_and_chunks_are_those_one_by_one(family) -> None:
+    encoder = load_encoder(f"hf:{family[1]}")
+    whole, chunked = build_context(encoder, NAMES), build_context(encoder, NAMES, chunk=3)
+    tokens = moved(whole, 3)
+    together = whole(tokens)
+    assert_close(torch.stack([whole(one) for one in tokens]), together, "arithmetic")
+    assert_close(chunked(tokens), together, "arithmetic")
+    mine = moved(whole, len(NAMES))
+    assert_close(whole.by_class(mine), torch.stack([whole(one)[i] for i, one in enumerate(mine)]), "arithmetic")
+
+
+@needs_transformers
+def test_gradients_reach_the_tokens_and_nothing_else(family) -> None:
+    encoder = load_encoder(f"hf:{family[1]}")
+    before = {name: value.clone() for name, value in encoder.model.state_dict().items()}
+    weights = torch.randn(len(NAMES), encoder.dim, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    grads = []
+    for chunk in (128, 3):
+        context = build_context(encoder, NAMES, chunk=chunk)
+        tokens = moved(context, 1)[0].requires_grad_()
+        (context(tokens) * weights).sum().backward()
+        grads.append(tokens.grad)
+    assert_close(grads[1], grads[0], "closed form")
+    # along the gradient the prototypes move as it says; ALIGN's softmax is in single precision, so the step is not tiny
+    step = 1e-3 * grads[0] / grads[0].norm()
+    with torch.no_grad():
+        slope = ((context(tokens + step) - context(tokens - step)) * weights).sum() / 2e-3
+    assert slope.item() == pytest.approx(grads[0].norm().item(), rel=1e-3)
+    assert all(p.grad is None and not p.requires_grad for p in encoder.model.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in encoder.model.state_dict().items())
+
+
+@needs_transformers
+def test_a_context_leaves_the_encoder_as_it_was_and_shares_its_weights(family) -> None:
+    encoder = load_encoder(f"hf:{family[1]}")
+    texts = encoder.encode_texts(TEXTS)
+    context = build_context(encoder, NAMES)
+    context(context.start)
+    assert torch.equal(encoder.encode_texts(TEXTS), texts)
+    theirs = {p.data_ptr() for p in encoder.model.parameters()}
+    assert {p.data_ptr() for p in context._own[0].parameters()} <= theirs
+
+
+@needs_transformers
+@pytest.mark.parametrize("method", ["tpt", "ctpt", "difftpt"])
+def test_prompt_tuning_runs_and_predicts(family, method) -> None:
+    encoder = load_encoder(f"hf:{family[1]}")
+    task = build_task(encoder, NAMES, context=True)
+    session = Session(task, method, encoder=encoder, views=12)
+    before = task.zero_shot(task.text[0])
+    tuned = session.step(photo(40, 48)).logits
+    assert tuned.isfinite().all() and tuned.shape == before.shape
+    assert not torch.allclose(tuned, Session(task, "zeroshot", encoder=encoder, views=12).step(photo(40, 48)).logits)
+
+
+@needs_transformers
+def test_coop_learns_through_a_context(family) -> None:
+    encoder = load_encoder(f"hf:{family[1]}")
+    task = build_task(encoder, NAMES, context=True)
+    labels = torch.arange(len(NAMES)).repeat(4)
+    noise = torch.randn(len(labels), encoder.dim, generator=torch.Generator().manual_seed(0))
+    features = normalize(noise[labels] + 0.1 * noise.flip(0), dim=1)
+    losses: list[float] = []
+    settings = CoOpSettings(shots=4, epochs=6, lr=0.05, n_ctx=len(task.context.start))
+    train(task, features, labels, settings, progress=lambda now: losses.append(now.loss))
+    assert losses[-1] < losses[0]
+
+
+@needs_transformers
+def test_an_encoder_in_half_precision_is_tuned_in_single(folders) -> None:
+    half = load_encoder(f"hf:{folders['clip']}", dtype=torch.bfloat16)
+    context = build_context(half, NAMES)
+    assert context.start.dtype == torch.float32
+    cosine = (context(context.start) * half.encode_texts(SENTENCES)).sum(1)
+    assert cosine.min() > 0.99
+
+
+@needs_transformers
+def test_a_text_tower_that_hides_its_tokens_says_so(folders) -> None:
+    encoder = load_encoder(f"hf:{folders['lit']}")
+    encoder.model.text_model.embeddings.word_embeddings = torch.nn.Identity()
+    with pytest.raises(MissingPart, match=r"hf:.*\(BertModel\) does not show where it looks up its tokens"):
+        build_context(encoder, NAMES)
 
 
 def tokens(name: str, tokenizer: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from tolerances import TOLERANCES, assert_close
 
 from testtime import MissingPart, Session, SettingError, Task, build_task, load_encoder, ops, registry, toy
 from testtime.checks import check_method
+from testtime.contexts import build_context
 from testtime.methods.base import kinds
 from testtime.methods.tpt import CTPT, TPT, State
 
@@ -142,6 +143,21 @@ def test_batches_give_what_single_images_give(method):
     task, stream = tuned_task(images=7)
     together, _ = method(batch=3, steps=2).scan(task, State(), stream)
     assert_close(together, method(steps=2).scan(task, State(), stream)[0], "stream")
+
+
+@each_method
+def test_many_classes_give_what_few_do(method):
+    """Where the graph of the start is not kept for all classes, it is made again; the numbers stay."""
+    task, stream = tuned_task(images=10)
+    context = build_context(load_encoder("tiny"), NAMES, chunk=2)
+    chunked, _ = method(steps=2).scan(replace(task, context=context), State(), stream)
+    assert_close(chunked, method(steps=2).scan(task, State(), stream)[0], "stream")
+
+
+def test_a_scan_is_its_steps_to_the_last_bit():
+    task, stream = tuned_task(images=11, dtype=torch.float32)
+    steps = torch.stack([TPT().step(task, State(), views)[0] for views in stream])
+    assert torch.equal(TPT().scan(task, State(), stream)[0], steps)
 
 
 def test_without_steps_it_is_the_frozen_prompt():

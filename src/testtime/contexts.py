@@ -8,7 +8,7 @@ frozen: gradients reach the tokens and nothing else.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,13 +17,16 @@ from torch.utils.checkpoint import checkpoint
 
 from testtime.ops import unit
 from testtime.prompts import check_classes
+from testtime.towers import MeanTower, OpenClipTower, TransformersTower
 from testtime.types import Context, Encoder, InputError, MissingPart
 
 WORDS = "a photo of a"
 CHUNK = 128  # prompts that pass the tower at once
+Parts = tuple[nn.Module, Tensor, Tensor]  # tower, embedded prompts (C, L, width) and ids (C, ...), all in one place
+KEPT = 1  # chunks whose way through the tower is kept for all images: most tasks have no more classes
 
 
-def build_context(encoder: Encoder, classnames: Sequence[str], words: str = WORDS, chunk: int = CHUNK) -> Context:
+def build_context(encoder: Encoder, classnames: Sequence[str], words: str = WORDS, chunk: int = CHUNK) -> SoftPrompts:
     """Prompts "`words` NAME." of all classes as a function of the vectors of `words`.
 
     `chunk` prompts pass the tower at a time; see `SoftPrompts` for what that costs. An encoder without a text
@@ -45,17 +48,61 @@ def build_context(encoder: Encoder, classnames: Sequence[str], words: str = WORD
 
     if isinstance(encoder, OpenClip):
         return _open_clip(encoder, names, words, chunk)
+
+    from testtime.encoders.hf import DualEncoder
+
+    if isinstance(encoder, DualEncoder):
+        return _transformers(encoder, names, words, chunk)
     raise MissingPart(
         f"Encoder '{encoder.name}' offers no text tower that gradients can pass, which prompt tuning needs. "
-        "Use open_clip:MODEL/PRETRAINED or offline."
+        "Use open_clip:MODEL/PRETRAINED, hf:REPO or offline."
     )
+
+
+class Start:
+    """Prototypes at the tokens that every image starts from, and the way back from them to those tokens.
+
+    The tokens are the same for every image, so the tower's forward pass is too: it is computed once, and of the first
+    `kept` chunks also its graph is kept, which each image's gradient is then sent back through. Of the other chunks it
+    is computed again, once for all images whose gradients are asked for together.
+    """
+
+    def __init__(self, tokens: Tensor, chunks: Sequence[Callable[[Tensor], Tensor]], kept: int = KEPT) -> None:
+        with torch.inference_mode(False), torch.enable_grad():
+            self.tokens = tokens.detach().clone().requires_grad_()  # (n, width)
+            self._later = chunks[kept:]
+            self._graphs = [chunk(self.tokens) for chunk in chunks[:kept]]
+            with torch.no_grad():
+                rows = [rows.detach() for rows in self._graphs] + [chunk(self.tokens) for chunk in self._later]
+            self.text = torch.cat(rows)  # (C, D)
+
+    def gradients(self, by_text: Tensor) -> Tensor:
+        """Gradients by the tokens of losses whose gradients by the prototypes are given: (B, C, D) -> (B, n, width)."""
+        total = by_text.new_zeros(len(by_text), *self.tokens.shape)
+        first = 0
+        with torch.inference_mode(False), torch.enable_grad():
+            for number in range(len(self._graphs) + len(self._later)):
+                there = number < len(self._graphs)
+                rows = self._graphs[number] if there else self._later[number - len(self._graphs)](self.tokens)
+                for image, wanted in enumerate(by_text[:, first : first + len(rows)]):
+                    (grad,) = torch.autograd.grad(rows, self.tokens, wanted, retain_graph=True)
+                    total[image] += grad
+                first += len(rows)
+        return total
+
+
+def at_start(context: Context, like: Tensor) -> Start:
+    """What a tuning through `context` begins with: what it keeps itself, or else made for this call."""
+    if isinstance(context, SoftPrompts):
+        return context.at_start(like)
+    return Start(context.start.to(like), [context])
 
 
 class SoftPrompts:
     """One prompt a class, with n vectors in it that are free; a `Context`.
 
-    `tower` maps embedded prompts (R, L, width) and their token ids (R, L) to features (R, D) of any length.
-    `embedded` (C, L, width) and `ids` (C, L) are the prompts of the classes; tokens stand in for the positions from
+    `tower` maps embedded prompts (R, L, width) and their token ids (R, ...) to features (R, D) of any length.
+    `embedded` (C, L, width) and `ids` (C, ...) are the prompts of the classes; tokens stand in for the positions from
     `first` on. A call computes in the dtype and on the device of its tokens, with a copy of the tower where the
     encoder's own is elsewhere or in another precision; copies are kept.
 
@@ -63,6 +110,7 @@ class SoftPrompts:
     and results are kept, and each chunk is computed again on the way back. So the peak is the activations of one
     chunk, about 12 * chunk * L * layers * width numbers, whatever C and B are, plus results (B, C, D). For CLIP's
     ViT-B/16 (12 layers, 512 wide) and 128 prompts that is 0.6 GB in float32 at 16 tokens a prompt, 2.9 GB at all 77.
+    `at_start` keeps the activations of as many more chunks as `kept` says.
     """
 
     def __init__(
@@ -73,15 +121,42 @@ class SoftPrompts:
         start: Tensor,
         first: int,
         chunk: int = CHUNK,
+        kept: int = KEPT,
     ) -> None:
         if chunk < 1:
             raise InputError(f"chunk={chunk}: at least one prompt at a time.")
         self.start = start  # (n, width)
         self.chunk = chunk
+        self.kept = kept
         self._ids = ids
         self._first = first
         self._own = tower.eval().requires_grad_(False), embedded
-        self._made: dict[tuple[torch.device, torch.dtype], tuple[nn.Module, Tensor, Tensor]] = {}
+        self._made: dict[tuple[torch.device, torch.dtype], Parts] = {}
+        self._starts: dict[tuple[torch.device, torch.dtype], Start] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_starts": {}}  # graphs cannot be copied; they are made again
+
+    def starting_from(self, tokens: Tensor) -> SoftPrompts:
+        """The same prompts with other tokens (n, width) to start from."""
+        self._check(tokens, 2)
+        other = copy.copy(self)
+        other.start = tokens
+        return other
+
+    def at_start(self, like: Tensor) -> Start:
+        """What a tuning begins with, on the device and in the dtype of `like`; worked out once and kept."""
+        place = like.device, like.dtype
+        if place not in self._starts:
+            first, parts = self._first, self._at(like)
+            classes = torch.arange(len(self._ids), device=like.device)
+
+            def passing(some: Tensor) -> Callable[[Tensor], Tensor]:
+                return lambda tokens: _rows(first, parts, tokens[None], torch.zeros_like(some), some)
+
+            chunks = [passing(some) for some in classes.split(self.chunk)]
+            self._starts[place] = Start(self.start.to(like), chunks, self.kept)
+        return self._starts[place]
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """Unit prototypes of prompts that begin with `tokens`: (n, width) -> (C, D), or (B, n, width) -> (B, C, D)."""
@@ -115,23 +190,14 @@ class SoftPrompts:
         # a single chunk is kept whole: computing it again would save nothing
         again = len(pairs) > 1 and torch.is_grad_enabled() and sets.requires_grad
         rows = [
-            checkpoint(self._rows, parts, sets, *pair, use_reentrant=False, preserve_rng_state=False)
+            checkpoint(_rows, self._first, parts, sets, *pair, use_reentrant=False, preserve_rng_state=False)
             if again
-            else self._rows(parts, sets, *pair)
+            else _rows(self._first, parts, sets, *pair)
             for pair in pairs
         ]
         return torch.cat(rows)
 
-    def _rows(self, parts: tuple[nn.Module, Tensor, Tensor], sets: Tensor, which: Tensor, classes: Tensor) -> Tensor:
-        tower, embedded, ids = parts
-        fixed = embedded[classes]
-        stop = self._first + sets.shape[1]
-        # one set of tokens is repeated, several are picked: the same rows, but the sum on the way back is cheaper
-        free = sets.expand(len(which), -1, -1) if len(sets) == 1 else sets[which]
-        prompts = torch.cat([fixed[:, : self._first], free, fixed[:, stop:]], dim=1)
-        return unit(tower(prompts, ids[classes]))
-
-    def _at(self, like: Tensor) -> tuple[nn.Module, Tensor, Tensor]:
+    def _at(self, like: Tensor) -> Parts:
         """Tower, embedded prompts and ids on the device and in the dtype of `like`."""
         place = like.device, like.dtype
         if place not in self._made:
@@ -144,72 +210,21 @@ class SoftPrompts:
         return self._made[place]
 
 
+def _rows(first: int, parts: Parts, sets: Tensor, which: Tensor, classes: Tensor) -> Tensor:
+    """Unit rows (R, D): row r is the prompt of class `classes[r]` with the tokens `sets[which[r]]` from `first` on."""
+    tower, embedded, ids = parts
+    fixed = embedded[classes]
+    stop = first + sets.shape[1]
+    # one set of tokens is repeated, several are picked: the same rows, but the sum on the way back is cheaper
+    free = sets.expand(len(which), -1, -1) if len(sets) == 1 else sets[which]
+    prompts = torch.cat([fixed[:, :first], free, fixed[:, stop:]], dim=1)
+    return unit(tower(prompts, ids[classes]))
+
+
 # CLIP and its kin
 
 
-class OpenClipTower(nn.Module):
-    """The text transformer of an open_clip model, from embedded tokens on; the modules are the model's own."""
-
-    def __init__(self, text: Any, pool: str, eos: int) -> None:
-        super().__init__()
-        self.transformer = text.transformer
-        self.ln_final = text.ln_final
-        self.projection = text.text_projection  # (width, D), a linear layer, or none
-        self.positions = text.positional_embedding  # (longest, width)
-        self.pool, self.eos = pool, eos
-        self.last = getattr(text, "cls_emb", None)  # CoCa: a learned token after all others, pooled from
-        mask = getattr(text, "attn_mask", None)
-        self.mask: Tensor | None
-        self.register_buffer("mask", None if mask is None else mask.detach().clone(), persistent=False)
-        self.hides_padding = getattr(text, "use_pad_mask", False) or self.last is not None
-        self.padding, self.heads = getattr(text, "pad_id", 0), getattr(text, "heads", 1)
-        self.corrected = getattr(text, "correct_cls_mask", False)
-
-    def needed(self, ids: Tensor) -> int:
-        """How many tokens of the prompts (C, L) can reach the result: up to the end of text, where all look back."""
-        if self.mask is None or self.last is not None or self.pool not in ("argmax", "eos"):
-            return ids.shape[1]
-        return int(self._end(ids).max()) + 1
-
-    def forward(self, prompts: Tensor, ids: Tensor) -> Tensor:
-        """Features (R, D) of embedded prompts (R, L, width) with ids (R, L)."""
-        if self.last is not None:
-            prompts = torch.cat([prompts, self.last.expand(len(prompts), 1, -1)], dim=1)
-        length = prompts.shape[1]
-        mask = None if self.mask is None else self.mask[:length, :length]
-        if self.hides_padding:
-            hidden_keys = self._padding_mask(ids, prompts)
-            mask = hidden_keys if mask is None else mask[None] + hidden_keys
-        hidden = self.transformer(prompts + self.positions[:length], attn_mask=mask)
-        # the norm acts token by token, so it may come after the pooling
-        features = self.ln_final(self._pooled(hidden, ids))
-        if isinstance(self.projection, nn.Linear):
-            return self.projection(features)
-        return features if self.projection is None else features @ self.projection
-
-    def _padding_mask(self, ids: Tensor, prompts: Tensor) -> Tensor:
-        """What keeps prompts (R, L, width) from looking at padding: (R * heads, L, L) of 0 and -inf."""
-        valid = ids != self.padding
-        if self.last is not None:
-            always = torch.ones_like(valid[:, :1])
-            # CoCa's published weights were trained with the mask one place off
-            valid = torch.cat([valid, always] if self.corrected else [always, valid], dim=1)
-        mask = prompts.new_zeros(valid.shape).masked_fill_(~valid, float("-inf"))
-        return mask[:, None].expand(-1, prompts.shape[1], -1).repeat_interleave(self.heads, dim=0)
-
-    def _pooled(self, hidden: Tensor, ids: Tensor) -> Tensor:
-        if self.last is not None or self.pool == "last":
-            return hidden[:, -1]
-        if self.pool == "first":
-            return hidden[:, 0]
-        return hidden[torch.arange(len(hidden), device=hidden.device), self._end(ids)]
-
-    def _end(self, ids: Tensor) -> Tensor:
-        """Where each text ends; with "argmax" its mark is the largest id."""
-        return ids.argmax(1) if self.pool == "argmax" else ids.eq(self.eos).int().argmax(1)
-
-
-def stored_context(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], chunk: int = CHUNK) -> Context:
+def stored_context(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], chunk: int = CHUNK) -> SoftPrompts:
     """The context of a feature file that carries a text tower of its own, as stored runs of TPT do.
 
     `tensors` are the tower under `clip.*` (OpenAI's names), `tokens` (C, L), the prompts in its own vocabulary, and
@@ -285,22 +300,6 @@ def _agree(one: Tensor, other: Tensor) -> int:
 # the offline encoder
 
 
-class MeanTower(nn.Module):
-    """A BERT from embedded tokens on, averaged over a text's tokens, with `zeros` columns after it."""
-
-    def __init__(self, language: nn.Module, padding: int, zeros: int) -> None:
-        super().__init__()
-        self.language = language
-        self.padding, self.zeros = padding, zeros
-
-    def forward(self, prompts: Tensor, ids: Tensor) -> Tensor:
-        """Features (R, D) of embedded prompts (R, L, width) with ids (R, L)."""
-        mask = ids != self.padding
-        hidden = self.language(inputs_embeds=prompts, attention_mask=mask.long()).last_hidden_state
-        mean = (hidden * mask[..., None]).sum(1)  # unnormalised: only its direction counts
-        return nn.functional.pad(mean, (0, self.zeros))
-
-
 def _offline(encoder: Any, names: Sequence[str], words: str, chunk: int) -> SoftPrompts:
     texts = [f"{words} {name}." for name in names]
     rows = [text.ids for text in encoder.tokenizer.encode_batch([*texts, words, ""])]  # padded to the longest
@@ -312,3 +311,20 @@ def _offline(encoder: Any, names: Sequence[str], words: str, chunk: int) -> Soft
     with torch.inference_mode(False), torch.no_grad():
         embedded = encoder.language.get_input_embeddings()(prompts).float()
     return SoftPrompts(tower, embedded, prompts, embedded[0, first:stop].clone(), first, chunk)
+
+
+# transformers
+
+
+def _transformers(encoder: Any, names: Sequence[str], words: str, chunk: int) -> SoftPrompts:
+    inputs = encoder.tokenize([*(f"{words} {name}." for name in names), words, ""])
+    *_, alone, empty = inputs["input_ids"]
+    first, stop = _span(inputs["input_ids"][:-2], alone, empty, words)
+    if "attention_mask" in inputs:  # what it hides reaches nothing, where all have it at their end
+        longest = int(inputs["attention_mask"][:-2].sum(1).max())
+        inputs = {name: values[:, :longest] for name, values in inputs.items()}
+    tower = TransformersTower(encoder.model, tuple(inputs), encoder.name)
+    stacked = torch.stack(list(inputs.values()), dim=1)[:-2]  # (C, kinds of input, L)
+    with torch.inference_mode(False), torch.no_grad():
+        embedded = tower.embed(inputs["input_ids"][:-2]).float()
+    return SoftPrompts(tower, embedded, stacked, embedded[0, first:stop].clone(), first, chunk)

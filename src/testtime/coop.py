@@ -487,22 +487,6 @@ def _is_safetensors(path: Path) -> bool:
 # From a file to a task
 
 
-@dataclass(frozen=True, eq=False)
-class Learned:
-    """A context that starts from learned tokens."""
-
-    context: Context
-    start: Tensor  # (n, width)
-
-    def __call__(self, tokens: Tensor) -> Tensor:
-        """Unit prototypes of prompts that begin with `tokens`: (n, width) -> (C, D), or (B, n, width) -> (B, C, D)."""
-        return self.context(tokens)
-
-    def by_class(self, tokens: Tensor) -> Tensor:
-        """Unit prototypes where every class has tokens of its own: (C, n, width) -> (C, D)."""
-        return self.context.by_class(tokens)
-
-
 def blank_words(count: int) -> str:
     """Words of `count` tokens, to hold the place of learned ones."""
     return " ".join(["X"] * count)
@@ -529,7 +513,7 @@ def apply_prompt(encoder: Encoder, classnames: Sequence[str], path: str | Path) 
     tokens = tokens.to(context.start.device)
     with torch.no_grad():
         text = prototypes(context, tokens)
-    return text.detach(), None if prompt.class_specific else Learned(context, tokens)
+    return text.detach(), None if prompt.class_specific else context.starting_from(tokens)
 
 
 def _for_classes(prompt: Prompt, classnames: Sequence[str], path: str | Path) -> Tensor:

@@ -4,11 +4,15 @@
     views = diffusion_views(encoder, image, variations)  # (127, D): the image, 63 crops, 63 variations
     session.step(views)
 
+    session = Session(task, "difftpt", encoder=encoder, views=64, variations=variations)  # the same, from images
+    session.step("dog1.jpg")
+
 Where variations come from is a small protocol; a function of your own will do.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -36,25 +40,63 @@ class Variations(Protocol):
         """`count` images that show what `image` shows, in RGB; the same arguments, the same images."""
 
 
-class FolderVariations:
-    """Ready-made variations: of `dog1.jpg`, the images in `root/dog1/`, sorted by name, the first `count` of them.
+def open_variations(spec: str, device: str | torch.device = "cpu") -> FolderVariations | DiffusersVariations:
+    """Where variations come from: a folder of them, or "diffusers:WEIGHTS" (a folder or a repository on the hub)."""
+    kind, _, weights = spec.partition(":")
+    if kind == "diffusers":
+        return DiffusersVariations(weights or WEIGHTS, device=device)
+    return FolderVariations(spec)
 
-    An image says where it is from in `info["path"]`, as those that `testtime.folder` reads do.
+
+class FolderVariations:
+    """Ready-made variations: of `photos/pets/dog1.jpg`, the images in `root/pets/dog1/` or `root/dog1/`.
+
+    They are sorted by name, and the first `count` of them are taken. Of several folders that fit, the one that shares
+    most of the path is taken. An image says where it is from in `info["path"]`, as those that `testtime.folder` reads
+    do.
     """
 
     def __init__(self, root: str | Path) -> None:
         self.root = Path(root)
+        self.name = str(root)
         if not self.root.is_dir():
-            raise InputError(f"No folder of variations '{root}'; it holds one folder for each image.")
+            raise InputError(
+                f"No folder of variations '{root}'; it holds one folder for each image. To draw them: "
+                "--variations diffusers:WEIGHTS."
+            )
 
     def __call__(self, image: Image, count: int, seed: int) -> list[Image]:
         if "path" not in image.info:
             raise InputError("This image has no path, so its variations cannot be found; read it with read_image.")
-        place = self.root / Path(image.info["path"]).stem
+        return [read_image(path) for path in self.find(image.info["path"], count)]
+
+    def find(self, path: str | Path, count: int) -> list[Path]:
+        """The files of the first `count` variations of the image at `path`."""
+        place = self._place(Path(path))
         found = sorted(p for p in place.glob("*") if p.suffix.lower() in IMAGE_SUFFIXES) if place.is_dir() else []
         if len(found) < count:
-            raise InputError(f"'{place}' holds {len(found)} variations of '{image.info['path']}', {count} are needed.")
-        return [read_image(path) for path in found[:count]]
+            raise InputError(f"'{place}' holds {len(found)} variations of '{path}', {count} are needed.")
+        return found[:count]
+
+    def check(self, paths: Sequence[Path], count: int) -> None:
+        """Refuse, before anything is encoded, images without enough variations, and two that would share theirs."""
+        taken: dict[Path, Path] = {}
+        for path in paths:
+            self.find(path, count)
+            other = taken.setdefault(self._place(path), path)
+            if other != path:
+                raise InputError(
+                    f"'{self._place(path)}' would hold the variations of both '{other}' and '{path}'; "
+                    f"put them in '{self.root / path.parent.name / path.stem}', and so on."
+                )
+
+    def _place(self, path: Path) -> Path:
+        """The folder of an image's variations, whether it is there or not."""
+        parts = path.with_suffix("").parts
+        while path.anchor in parts or ".." in parts:
+            parts = parts[1:]
+        places = [self.root.joinpath(*parts[start:]) for start in range(len(parts))]
+        return next((place for place in places if place.is_dir()), self.root / path.stem)
 
 
 class DiffusersVariations:
@@ -77,6 +119,7 @@ class DiffusersVariations:
     ) -> None:
         if batch < 1 or steps < 1:
             raise InputError(f"batch={batch}, steps={steps}: both must be 1 or more.")
+        self.name = f"diffusers:{weights}"
         self.guidance, self.steps, self.batch, self.device = guidance, steps, batch, torch.device(device)
         pipeline = _diffusers().StableDiffusionImageVariationPipeline
         version = {"revision": revision or ("v2.0" if str(weights) == WEIGHTS else "main")}

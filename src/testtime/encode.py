@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,13 +16,37 @@ from testtime.images import read_image
 from testtime.types import Encoder, ImageError, InputError, StoredImage, Task
 from testtime.views import views as make_views
 
+if TYPE_CHECKING:
+    from testtime.diffusion import Variations
+
 DTYPES = {"float16": torch.float16, "float32": torch.float32}
 
 
 def encode_views(
-    encoder: Encoder, images: Sequence[Any], indices: Sequence[int], *, views: int, seed: int, augmix: bool
+    encoder: Encoder,
+    images: Sequence[Any],
+    indices: Sequence[int],
+    *,
+    views: int,
+    seed: int,
+    augmix: bool,
+    variations: Variations | None = None,
 ) -> Tensor:
-    """Features (n, V, D) of Pillow images, the views of each seeded by (seed, its index in the stream)."""
+    """Features (n, V, D) of Pillow images, the views of each seeded by (seed, its index in the stream).
+
+    With `variations`, as many of them follow as there are crops, so that V is 2 * views - 1.
+    """
+    if variations is not None:
+        from testtime.diffusion import diffusion_views
+
+        counts = {"crops": views - 1, "count": views - 1}
+        pairs = zip(images, indices, strict=True)
+        return torch.stack(
+            [
+                diffusion_views(encoder, image, variations, seed=seed, index=index, augmix=augmix, **counts)
+                for image, index in pairs
+            ]
+        )
     pixels = [
         make_views(image, views, encoder.preprocess, seed=seed, index=index, augmix=augmix)
         for image, index in zip(images, indices, strict=True)
@@ -39,6 +63,7 @@ def encode(
     labels: Sequence[int | None] | None = None,
     views: int = 1,
     augmix: bool = False,
+    variations: Variations | None = None,
     seed: int = 0,
     dtype: torch.dtype = torch.float16,
     shard: int | None = None,
@@ -52,7 +77,8 @@ def encode(
 
     `out` is one file, or, with `shard` images to each, a folder of them. The views of image i depend on (seed, i)
     alone, i counting every path given, readable or not. Labels are kept where every image has one. An image that
-    cannot be read goes to `on_skip` as one line; without it, the error is raised. With `resume`, shards that an
+    cannot be read goes to `on_skip` as one line; without it, the error is raised. `variations` add as many views as
+    there are crops. With `resume`, shards that an
     interrupted run of the same images has finished are kept.
     """
     if shard is not None and shard < 1:
@@ -60,6 +86,9 @@ def encode(
     out = Path(out)
     known = torch.tensor(labels) if labels is not None and None not in labels else None
     facts = {"encoder": encoder.name, "dataset": dataset, "seed": str(seed), "augmix": str(augmix).lower()}
+    stored_views = views
+    if variations is not None:
+        facts["variations"], stored_views = getattr(variations, "name", "own"), 2 * views - 1
     total, names = 0, []
     for begin in range(0, len(paths), shard or len(paths)):
         part = range(begin, min(begin + (shard or len(paths)), len(paths)))
@@ -67,12 +96,13 @@ def encode(
         mark = hashlib.sha256("\n".join(str(paths[i]) for i in part).encode()).hexdigest()[:8]
         name = f"features-{begin:08d}-{mark}.safetensors"
         path = out if shard is None else out / name
-        if resume and shard is not None and (count := _finished(path, facts, views, task)) is not None:
+        if resume and shard is not None and (count := _finished(path, facts, stored_views, task)) is not None:
             total += count
             if progress:
                 progress(part.stop)
         else:
-            features, kept = _encode_part(encoder, paths, part, views, seed, augmix, batch, on_skip, progress)
+            looks: dict[str, Any] = dict(views=views, seed=seed, augmix=augmix, variations=variations)
+            features, kept = _encode_part(encoder, paths, part, looks, batch, on_skip, progress)
             count = len(kept)
             total += count
             if kept:
@@ -98,14 +128,12 @@ def _encode_part(
     encoder: Encoder,
     paths: Sequence[StoredImage],
     part: range,
-    views: int,
-    seed: int,
-    augmix: bool,
+    looks: dict[str, Any],
     batch: int,
     on_skip: Callable[[str], None] | None,
     progress: Callable[[int], None] | None,
 ) -> tuple[Tensor, list[int]]:
-    """Features (n, V, D) of the readable images of a part, and their indices."""
+    """Features (n, V, D) of the readable images of a part, and their indices; `looks` go to `encode_views`."""
     features: list[Tensor] = []
     kept: list[int] = []
     for start in part[::batch]:
@@ -120,7 +148,7 @@ def _encode_part(
                     raise
                 on_skip(str(error))
         if images:
-            features.append(encode_views(encoder, images, indices, views=views, seed=seed, augmix=augmix).cpu())
+            features.append(encode_views(encoder, images, indices, **looks).cpu())
             kept.extend(indices)
         if progress:
             progress(min(start + batch, part.stop))

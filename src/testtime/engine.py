@@ -32,6 +32,8 @@ from testtime.types import (
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+    from testtime.diffusion import Variations
+
 FORMAT = "testtime.session"
 VERSION = "1"
 
@@ -53,8 +55,9 @@ class Session:
     """A task, a method and what it has learned so far.
 
     `step` predicts, then adapts; `predict` only predicts. Both take an image (a Pillow image or a path, with an
-    encoder) or features: (D,) for one view, (V, D) for several, row 0 the image itself. Where the method has a fast
-    twin (`testtime.fast`) that does the work, unless `reference` asks for the method's own steps.
+    encoder) or features: (D,) for one view, (V, D) for several, row 0 the image itself. `variations` of an image
+    (`testtime.diffusion`) follow its views, as many as there are crops. Where the method has a fast twin
+    (`testtime.fast`) that does the work, unless `reference` asks for the method's own steps.
 
     >>> import testtime as tt
     >>> task, stream, labels = tt.toy()
@@ -73,6 +76,7 @@ class Session:
         views: int = 1,
         augmix: bool = False,
         seed: int = 0,
+        variations: Variations | None = None,
         preset: str | None = None,
         reference: bool = False,
         **settings: object,
@@ -93,6 +97,7 @@ class Session:
         self.augmix = augmix
         self.seed = seed
         self.reference = reference
+        self.variations = variations
         self.reset()
 
     def __repr__(self) -> str:
@@ -176,7 +181,7 @@ class Session:
             "augmix": json.dumps(self.augmix),
             "seed": str(self.seed),
             "count": str(self.count),
-        }
+        } | _varied(self.variations)
         tensors = {"task.text": self.task.text} | dict(_named("state", self.state))
         return files.write_tensors(path, tensors, (extra or {}) | facts)
 
@@ -187,9 +192,10 @@ class Session:
         task: Task | None = None,
         *,
         encoder: Encoder | None = None,
+        variations: Variations | None = None,
         device: torch.device | str = "cpu",
     ) -> Session:
-        """A saved session. With a `task` (or an encoder), it must be the one that the file was made with."""
+        """A saved session. With a `task`, an encoder or variations, they must be those that it was made with."""
         file = files.open_tensors(path, StateError)
         facts = _facts(file, path)
         if "task.text" not in file.keys():
@@ -202,7 +208,11 @@ class Session:
         if task is not None:
             _same_task(path, saved, task)
             saved = replace(saved, context=task.context)
-        session = cls(saved, method, encoder=encoder, views=facts["views"], augmix=facts["augmix"], seed=facts["seed"])
+        before, now = ((what or {}).get("variations") for what in (file.metadata(), _varied(variations)))
+        if encoder is not None and before != now:
+            raise StateError(f"{path} was made with variations {before}, not {now}; give the same.")
+        looks = {key: facts[key] for key in ("views", "augmix", "seed")}
+        session = cls(saved, method, encoder=encoder, variations=variations, **looks)
         session.state = _filled("state", session.state, file, path, device)
         session.count = facts["count"]
         return session
@@ -258,7 +268,8 @@ class Session:
 
         opened = [_opened(image) for image in images]
         indices = range(self.count, self.count + len(images))
-        return encode_views(self.encoder, opened, indices, views=self.views, seed=self.seed, augmix=self.augmix)
+        looks: dict[str, Any] = dict(views=self.views, seed=self.seed, augmix=self.augmix)
+        return encode_views(self.encoder, opened, indices, variations=self.variations, **looks)
 
     def _readable(
         self, group: list[Any], on_error: Callable[[Any, InputError], None] | None
@@ -276,6 +287,11 @@ class Session:
                     return good, error
                 on_error(source, error)
         return good, None
+
+
+def _varied(variations: Variations | None) -> dict[str, str]:
+    """What a saved session says of variations: nothing, where there are none."""
+    return {} if variations is None else {"variations": getattr(variations, "name", "own")}
 
 
 def _opened(image: Any) -> Any:

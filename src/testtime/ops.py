@@ -60,6 +60,12 @@ def confident(logits: Tensor, fraction: float) -> Tensor:
     return entropy(logits).argsort(stable=True)[: kept(len(logits), fraction)]
 
 
+def confident_mean(views: Tensor, logits: Tensor, fraction: float) -> tuple[Tensor, Tensor]:
+    """The mean (D,) of the confident views, not renormalised, and their logits (kept, C): from (V, D) and (V, C)."""
+    chosen = confident(logits, fraction)
+    return views[chosen].mean(0), logits[chosen]
+
+
 def affinity(similarity: Tensor, alpha: float, beta: float) -> Tensor:
     """alpha * exp(-beta (1 - similarity)): how much a prototype at that cosine adds to a logit."""
     return alpha * (beta * (similarity - 1)).exp()

@@ -27,11 +27,13 @@ from testtime.commands.options import (
     Shuffle,
     Strict,
     Templates,
-    Views,
+    Variations,
+    ViewsOrPaper,
     class_names,
     method_of,
     ordered,
     task_of,
+    variations_of,
 )
 from testtime.devices import find_device
 from testtime.terminal import Watch, err, opened, percent, progress
@@ -52,8 +54,9 @@ def run(
     template: Templates = None,
     descriptions: Descriptions = None,
     prompts: Prompts = None,
-    views: Views = 1,
+    views: ViewsOrPaper = None,
     augmix: AugMix = False,
+    variations: Variations = None,
     seed: Seed = 0,
     shuffle: Shuffle = False,
     limit: Limit = None,
@@ -83,15 +86,18 @@ def run(
     names = class_names(classes, classes_file)
     # mistakes in names and settings show before the encoder is loaded
     chosen = method_of(method, preset, settings)
+    paths = ordered(paths, shuffle, seed, limit)
+    source, count = variations_of(variations, views, paths, find_device(device))
     loaded = load_encoder(encoder, device=find_device(device))
     task = task_of(loaded, names, template, descriptions, prompts, getattr(chosen, "needs_tower", False))
     if resume is None:
-        session = Session(task, chosen, encoder=loaded, views=views, augmix=augmix, seed=seed, reference=reference)
+        session = Session(
+            task, chosen, encoder=loaded, views=count, augmix=augmix, seed=seed, variations=source, reference=reference
+        )
     else:
-        session = Session.load(resume, task, encoder=loaded, device=find_device(device))
+        session = Session.load(resume, task, encoder=loaded, variations=source, device=find_device(device))
         session.reference = reference
         err.print(f"Going on after {session.count} images from {escape(str(resume))} with its own settings.")
-    paths = ordered(paths, shuffle, seed, limit)
     if resume is not None and output is not None:
         done = reopen(output, style, session.count)
         paths = [path for path in paths if str(path) not in done]
@@ -130,8 +136,9 @@ def encode(
     template: Templates = None,
     descriptions: Descriptions = None,
     prompts: Prompts = None,
-    views: Views = 1,
+    views: ViewsOrPaper = None,
     augmix: AugMix = False,
+    variations: Variations = None,
     seed: Seed = 0,
     limit: Limit = None,
     device: Device = "auto",
@@ -151,6 +158,7 @@ def encode(
     names = class_names(classes, classes_file)
     if dtype not in encoding.DTYPES:
         raise registry.unknown("dtype", dtype, encoding.DTYPES)
+    source, count = variations_of(variations, views, paths, find_device(device))
     loaded = load_encoder(encoder, device=find_device(device))
     task = task_of(loaded, names, template, descriptions, prompts)
     skipped: list[str] = []
@@ -160,13 +168,14 @@ def encode(
         err.print(f"[yellow]skipped[/] {escape(line)}", soft_wrap=True)
 
     with progress("images", len(paths)) as advance:
-        count = encoding.encode(
+        done = encoding.encode(
             loaded, task, paths, output,
-            labels=labels_from_folders(paths, task.classnames), views=views, augmix=augmix, seed=seed,
-            dtype=encoding.DTYPES[dtype], shard=shard, resume=True, dataset=images,
+            labels=labels_from_folders(paths, task.classnames), views=count, augmix=augmix, seed=seed,
+            variations=source, dtype=encoding.DTYPES[dtype], shard=shard, resume=True, dataset=images,
             on_skip=None if strict else skip, progress=advance,
         )  # fmt: skip
-    err.print(f"{count} images x {views} views in {escape(str(output))}, {len(skipped)} skipped.")
+    every = count if source is None else 2 * count - 1
+    err.print(f"{done} images x {every} views in {escape(str(output))}, {len(skipped)} skipped.")
 
 
 def _style(style: str | None, output: Path | None) -> str:

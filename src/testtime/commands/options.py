@@ -34,6 +34,19 @@ Prompts = Annotated[
     typer.Option("--prompts", help="coop:FILE, a learned prompt in place of templates; see 'testtime train-prompts'."),
 ]
 Views = Annotated[int, typer.Option("--views", help="Views per image: itself and random crops.")]
+ViewsOrPaper = Annotated[
+    int | None,
+    typer.Option("--views", help="Views per image: itself and random crops.", show_default="1; 64 with --variations"),
+]
+Variations = Annotated[
+    str | None,
+    typer.Option(
+        "--variations",
+        metavar="FOLDER|diffusers:WEIGHTS",
+        help="Also views drawn by a diffusion model, as many as crops: made earlier, a folder an image, or made now.",
+    ),
+]
+PAPER_VIEWS = 64  # beside which DiffTPT has 63 variations
 AugMix = Annotated[bool, typer.Option("--augmix", help="Mix the random crops with AugMix.")]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of views and of --shuffle.")]
 Shuffle = Annotated[bool, typer.Option("--shuffle", help="Shuffle the stream by --seed.")]
@@ -84,6 +97,24 @@ def task_of(
 
     one = templates[0] if templates and len(templates) == 1 else templates  # one may be the name of a set
     return build_task(encoder, names, templates=one, descriptions=descriptions, prompts=prompts, context=context)
+
+
+def variations_of(spec: str | None, views: int | None, paths: list[Path], device: Any) -> tuple[Any, int]:
+    """The source of variations that --variations names, if it does, and how many views --views stands for.
+
+    Ready-made ones are looked for at once, for every image.
+    """
+    if spec is None:
+        return None, 1 if views is None else views
+    from testtime.diffusion import FolderVariations, open_variations
+
+    views = PAPER_VIEWS if views is None else views
+    if views < 2:
+        raise InputError(f"--views {views} with --variations: they are as many as the crops, so 2 or more are needed.")
+    source = open_variations(spec, device)
+    if isinstance(source, FolderVariations):
+        source.check(paths, views - 1)
+    return source, views
 
 
 def ordered(paths: list[Path], shuffle: bool, seed: int, limit: int | None) -> list[Path]:

@@ -36,6 +36,10 @@ def replay(
     recorded: Annotated[
         bool, typer.Option("--recorded", help="Take the settings that the file's metadata gives under 'hp.'.")
     ] = False,
+    oracle: Annotated[
+        bool,
+        typer.Option("--oracle", help="dmn only: choose its fusion weight with the test labels, as was published."),
+    ] = False,
     dtype: Annotated[str, typer.Option("--dtype", help="float32 or float64.")] = "float32",
     device: Device = "cpu",
     limit: Limit = None,
@@ -49,6 +53,7 @@ def replay(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
 ) -> None:
     """Run a method over a feature file; no encoder, no images."""
+    from testtime import oracle as oracles
     from testtime import replay as replays
     from testtime.features import Features
     from testtime.files import write_tensors
@@ -57,7 +62,7 @@ def replay(
     chosen = replays.recorded_settings(store, method) if recorded else {}
     made = method_of(method, preset, settings, chosen)
     with progress("images", min(len(store), limit or len(store)), quiet=as_json) as advance:
-        result = replays.replay(
+        result = (oracles.replay if oracle else replays.replay)(
             store,
             made,
             dtype=dtype,
@@ -68,10 +73,15 @@ def replay(
             reference=reference,
             progress=advance,
         )
+    found = result.summary()
     if output is not None:
-        facts = {"method": made.name, "settings": json.dumps(result.summary()["settings"])}
+        facts = {"method": found["method"]} | {
+            key: json.dumps(found[key])
+            for key in ("settings", "oracle", "weight", "accuracy_by_weight")
+            if key in found
+        }
         write_tensors(output, {"logits": result.logits, "pred": result.predictions, "order": result.order}, facts)
-    summary = result.summary() | {"file": str(file), "dtype": dtype, "device": device, "version": __version__}
+    summary = found | {"file": str(file), "dtype": dtype, "device": device, "version": __version__}
     if as_json:
         print(json.dumps(summary))
         return
@@ -79,5 +89,5 @@ def replay(
     err.print(f"{summary['n']} images of {store.task().classes} classes, {per_image:.2f} ms each in the method.")
     table = Table("", "accuracy", box=None, pad_edge=False)
     table.add_row("zero-shot", percent(summary["zero_shot_accuracy"]))
-    table.add_row(f"[bold]{made.name}[/]", f"[bold]{percent(summary['accuracy'])}[/]")
+    table.add_row(f"[bold]{summary['method']}[/]", f"[bold]{percent(summary['accuracy'])}[/]")
     out.print(table)

@@ -9,6 +9,10 @@ step that lowers the entropy over confident views and aligns the two sets, and t
 
 The paper and the code its numbers come from differ in sixteen places. `DPE.released()`, the default, follows the
 code; `DPE.paper()` follows the equations. `DIFFERENCES` names the option behind each place.
+
+Not followed: with CoOp's prompts, and only then, the released code starts from text prototypes of the tower's raw
+length, so that residuals weigh less and the average clings to the start. A task promises unit rows to every method, and
+the length is gone before a method sees them; DPE with CoOp here starts from unit prototypes, as with all other prompts.
 """
 
 from __future__ import annotations

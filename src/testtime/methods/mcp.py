@@ -137,10 +137,8 @@ class MCP(Base):
 
     def step(self, task: Task, state: State, views: Tensor) -> tuple[Tensor, State]:
         # 1. the image as the mean of its confident views, which is not renormalised
-        view_logits = task.zero_shot(views)  # (V, C)
-        chosen = ops.confident(view_logits, self.selection)
-        feature = views[chosen].mean(0)  # (D,)
-        label, cost = task.zero_shot(feature).argmax(), ops.marginal_entropy(view_logits[chosen])
+        feature, view_logits = ops.confident_mean(views, task.zero_shot(views), self.selection)  # (D,), (kept, C)
+        label, cost = task.zero_shot(feature).argmax(), ops.marginal_entropy(view_logits)
 
         # 2. entropy cache: the most confident features, which with the prompt make the class's centre
         confident = banks.push(state.entropy, label, feature, cost)

@@ -82,11 +82,9 @@ class TDA(Base):
 
     def step(self, task: Task, state: State, views: Tensor) -> tuple[Tensor, State]:
         # 1. the image as the mean of its confident views, which is not renormalised
-        view_logits = task.zero_shot(views)  # (V, C)
-        chosen = ops.confident(view_logits, self.selection)
-        feature = views[chosen].mean(0)  # (D,)
+        feature, view_logits = ops.confident_mean(views, task.zero_shot(views), self.selection)  # (D,), (kept, C)
         frozen = task.zero_shot(feature)  # (C,)
-        prob = view_logits[chosen].softmax(1).mean(0)
+        prob = view_logits.softmax(1).mean(0)
         label, entropy = frozen.argmax(), torch.special.entr(prob).sum()
 
         # 2. offer it to its class's positive cache, and if it is moderately uncertain to the negative one

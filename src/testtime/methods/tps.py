@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from testtime import ops
-from testtime.methods.base import Base, require
+from testtime.methods.tuning import Tuning
 from testtime.types import Task
 
 
@@ -39,7 +39,7 @@ def gradient(rows: Tensor, text: ops.Prototypes, scale: float) -> Tensor:
 
 
 @dataclass(frozen=True)
-class TPS(Base):
+class TPS(Tuning):
     """Test-time prototype shifting; the defaults are the released settings.
 
     >>> import testtime as tt
@@ -58,22 +58,6 @@ class TPS(Base):
     adapts: ClassVar[str] = "text"
     gradients: ClassVar[str] = "closed form"
 
-    lr: float = 5e-3  # about the size of one coordinate's change: AdamW's first step is nearly a sign
-    steps: int = 1  # more gain little and cost as much each
-    selection: float = 0.1  # fraction of the views that count as confident
-    adamw_eps: float = 1e-8
-    adamw_betas: tuple[float, float] = (0.9, 0.999)
-    adamw_weight_decay: float = 0.01  # acts on the shift, so not in the first step
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("lr", "steps", "adamw_weight_decay"):
-            require(getattr(self, name) >= 0, name, getattr(self, name), "must be 0 or more")
-        require(self.adamw_eps > 0, "adamw_eps", self.adamw_eps, "must be above 0")
-        inside = all(0 <= beta < 1 for beta in self.adamw_betas)
-        require(inside, "adamw_betas", self.adamw_betas, "must lie in [0, 1)")
-        require(0 < self.selection <= 1, "selection", self.selection, "must lie in (0, 1]")
-
     def init(self, task: Task) -> State:
         return State()
 
@@ -83,7 +67,6 @@ class TPS(Base):
 
     def shift(self, task: Task, views: Tensor) -> Tensor:
         """What is added to the text prototypes for one image (V, D): (C, D)."""
-        adam = ops.AdamW(self.lr, self.adamw_eps, self.adamw_betas, self.adamw_weight_decay)
         # In double, whatever the input: the first step is nearly a sign, so where a gradient is about zero
         # its rounding alone moves a coordinate by twice the learning rate.
         start, views = task.text.double(), views.double()
@@ -94,7 +77,7 @@ class TPS(Base):
             rows = views[ops.confident(task.scale * (views @ text.direction.T), self.selection)]
             grad = gradient(rows, text, task.scale)
             if self.steps == 1:
-                shift = adam.first(shift, grad)
+                shift = self.adam.first(shift, grad)
             else:
-                shift, moments = adam.step(shift, grad, moments, number)
+                shift, moments = self.adam.step(shift, grad, moments, number)
         return shift.to(task.text.dtype)

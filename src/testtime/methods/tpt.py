@@ -23,8 +23,12 @@ import torch
 from torch import Tensor
 
 from testtime import ops
-from testtime.methods.base import Base, require
+from testtime.contexts import at_start
+from testtime.methods.base import require
+from testtime.methods.tuning import Tuning
 from testtime.types import Context, MissingPart, Task
+
+GROUP = 8  # images of a scan that share what the text tower computes for the untuned prompt
 
 
 class State(NamedTuple):
@@ -32,11 +36,12 @@ class State(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TPT(Base):
+class TPT(Tuning):
     """Test-time prompt tuning; the defaults are the released settings.
 
     Needs a task with a text tower: `build_task(..., context=True)`. `scan` tunes `batch` images side by side, each
-    its own prompt; logits then agree with those of single steps up to rounding.
+    its own prompt; logits then agree with those of single steps up to rounding. What the text tower makes of the prompt
+    that all images start from is computed once per task.
 
     >>> import testtime as tt
     >>> encoder = tt.load_encoder("tiny")
@@ -57,22 +62,10 @@ class TPT(Base):
     gradients: ClassVar[str] = "autograd"
     needs_tower: ClassVar[bool] = True
 
-    lr: float = 5e-3  # about the size of one coordinate's change: AdamW's first step is nearly a sign
-    steps: int = 1
-    selection: float = 0.1  # fraction of the views that count as confident
-    adamw_eps: float = 1e-8
-    adamw_betas: tuple[float, float] = (0.9, 0.999)
-    adamw_weight_decay: float = 0.01  # acts on the prompt itself, so in the first step too
     batch: int = 1  # images tuned side by side; memory grows with it only by the prototypes
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("lr", "steps", "adamw_weight_decay"):
-            require(getattr(self, name) >= 0, name, getattr(self, name), "must be 0 or more")
-        require(self.adamw_eps > 0, "adamw_eps", self.adamw_eps, "must be above 0")
-        inside = all(0 <= beta < 1 for beta in self.adamw_betas)
-        require(inside, "adamw_betas", self.adamw_betas, "must lie in [0, 1)")
-        require(0 < self.selection <= 1, "selection", self.selection, "must lie in (0, 1]")
         require(self.batch >= 1, "batch", self.batch, "must be 1 or more")
 
     def check(self, task: Task) -> None:
@@ -87,33 +80,28 @@ class TPT(Base):
     def scan(self, task: Task, state: State, stream: Tensor) -> tuple[Tensor, State]:
         if len(stream) == 0:
             return stream.new_empty(0, task.classes), state
-        return torch.cat([self._predict(task, images) for images in stream.split(self.batch)]), state
+        return torch.cat([self._predict(task, images) for images in stream.split(max(self.batch, GROUP))]), state
 
     def tune(self, task: Task, stream: Tensor) -> Tensor:
         """The tuned prompt of each image (B, V, D): (B, n, width)."""
         context = tower(task, self.name)
-        adam = ops.AdamW(self.lr, self.adamw_eps, self.adamw_betas, self.adamw_weight_decay)
         # a session runs in inference mode, where nothing has gradients, and its tensors never can: hence the copies
-        with torch.inference_mode(False), torch.enable_grad():
+        with torch.inference_mode(False):
             stream = stream.clone()
-            start = context.start.detach().to(stream)
-            tokens = start.expand(len(stream), *start.shape).clone()
+            start = at_start(context, stream)  # the same for every image
+            tokens = start.tokens.detach().repeat(len(stream), 1, 1)
+            # the views are chosen once, with the untuned prompt
+            logits = task.scale * stream @ start.text.T  # (B, V, C)
+            rows = torch.stack([views[self.select(one)] for views, one in zip(stream, logits, strict=True)])
             moments = None
-            rows = stream
             for number in range(1, self.steps + 1):
-                tokens = tokens.detach().requires_grad_()
-                text = context(tokens)  # (B, C, D)
                 if number == 1:
-                    # the views are chosen once, with the untuned prompt
-                    views_logits = task.scale * stream @ text.detach().mT  # (B, V, C)
-                    rows = torch.stack(
-                        [views[self.select(logits)] for views, logits in zip(stream, views_logits, strict=True)]
-                    )
-                losses = [self.loss(task, *image) for image in zip(rows, text, strict=True)]
-                # images are independent, so the gradient of the sum holds each one's own
-                (grad,) = torch.autograd.grad(torch.stack(losses).sum(), tokens)
-                tokens, moments = adam.step(tokens.detach(), grad, moments, number)
-        return tokens.detach()
+                    grad = start.gradients(self._by_text(task, rows, start.text.expand(len(rows), -1, -1)))
+                else:
+                    pairs = zip(rows.split(self.batch), tokens.split(self.batch), strict=True)
+                    grad = torch.cat([self._by_tokens(task, context, *pair) for pair in pairs])
+                tokens, moments = self.adam.step(tokens, grad, moments, number)
+        return tokens
 
     def select(self, logits: Tensor) -> Tensor:
         """Indices of the views to learn from, by their logits with the untuned prompt: (V, C) -> (kept,)."""
@@ -123,12 +111,28 @@ class TPT(Base):
         """What the prompt is tuned to lower: entropy of the mean prediction of rows (R, D) by prototypes (C, D)."""
         return ops.marginal_entropy(task.scale * rows @ text.T)
 
+    def _by_text(self, task: Task, rows: Tensor, text: Tensor) -> Tensor:
+        """Gradients of images' losses, of rows (B, R, D), by prototypes (B, C, D), each image's own."""
+        with torch.enable_grad():
+            text = text.detach().clone().requires_grad_()
+            losses = [self.loss(task, *image) for image in zip(rows, text, strict=True)]
+            # images are independent, so the gradient of the sum holds each one's own
+            return torch.autograd.grad(torch.stack(losses).sum(), text)[0]
+
+    def _by_tokens(self, task: Task, context: Context, rows: Tensor, tokens: Tensor) -> Tensor:
+        """Gradients of images' losses, of rows (B, R, D), by their tokens (B, n, width)."""
+        with torch.enable_grad():
+            tokens = tokens.detach().requires_grad_()
+            text = context(tokens)  # (B, C, D)
+            return torch.autograd.grad(text, tokens, self._by_text(task, rows, text))[0]
+
     def _predict(self, task: Task, stream: Tensor) -> Tensor:
         """Logits of the clean views of images (B, V, D), each with its tuned prompt: (B, C)."""
-        tokens = self.tune(task, stream)
+        context, tuned = tower(task, self.name), self.tune(task, stream)
         with torch.inference_mode(False), torch.no_grad():
-            text = tower(task, self.name)(tokens)  # (B, C, D)
-            return task.scale * (text @ stream[:, 0, :, None])[..., 0]
+            pairs = zip(stream[:, 0].split(self.batch), tuned.split(self.batch), strict=True)
+            logits = [task.scale * (context(tokens) @ clean[..., None])[..., 0] for clean, tokens in pairs]
+        return torch.cat(logits)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,34 @@
+"""What methods share that tune something for the one image at hand, by AdamW, so that its confident views agree."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from testtime import ops
+from testtime.methods.base import Base, require
+
+
+@dataclass(frozen=True)
+class Tuning(Base):
+    """The settings of the tuning; the defaults are those of the released codes of TPT and TPS."""
+
+    lr: float = 5e-3  # about the size of one coordinate's change: AdamW's first step is nearly a sign
+    steps: int = 1  # more gain little and cost as much each
+    selection: float = 0.1  # fraction of the views that count as confident
+    adamw_eps: float = 1e-8
+    adamw_betas: tuple[float, float] = (0.9, 0.999)
+    adamw_weight_decay: float = 0.01  # in the first step too, unless what is tuned starts at zero
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("lr", "steps", "adamw_weight_decay"):
+            require(getattr(self, name) >= 0, name, getattr(self, name), "must be 0 or more")
+        require(self.adamw_eps > 0, "adamw_eps", self.adamw_eps, "must be above 0")
+        betas_fit = len(self.adamw_betas) == 2 and all(0 <= beta < 1 for beta in self.adamw_betas)
+        require(betas_fit, "adamw_betas", self.adamw_betas, "must be two numbers in [0, 1)")
+        require(0 < self.selection <= 1, "selection", self.selection, "must lie in (0, 1]")
+
+    @property
+    def adam(self) -> ops.AdamW:
+        """The optimiser."""
+        return ops.AdamW(self.lr, self.adamw_eps, self.adamw_betas, self.adamw_weight_decay)

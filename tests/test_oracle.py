@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from tolerances import assert_close
+
+from testtime import InputError, oracle, registry, save_features, toy
+from testtime import replay as replays
+from testtime.features import Features
+from testtime.methods.dmn import DMN
+from testtime.methods.tda import TDA
+
+TOLD = "dmn (oracle: fusion weight chosen with test labels)"
+
+
+@pytest.fixture
+def path(tmp_path):
+    task, stream, labels = toy(images=60, views=3)
+    return save_features(tmp_path / "toy.safetensors", stream, task.text, labels=labels, classnames=task.classnames)
+
+
+def test_the_grid_is_the_released_one():
+    assert len(oracle.WEIGHTS) == 13 and oracle.WEIGHTS[0] == 0.001 and oracle.WEIGHTS[-1] == 1000
+    for small, large in zip(oracle.WEIGHTS, oracle.WEIGHTS[2:], strict=False):
+        assert large == pytest.approx(10 * small)
+
+
+def test_one_pass_gives_what_a_run_with_each_weight_gives(path):
+    store = Features(path)
+    options = dict(dtype="float64", shuffle=True, seed=3, limit=50)
+    found = oracle.replay(store, DMN(memory_size=4, fusion_text=0.5), **options)
+    said = found.summary()
+    runs = {
+        f"{weight:g}": replays.replay(store, DMN(memory_size=4, fusion_text=0.5, fusion_memory=weight), **options)
+        for weight in oracle.WEIGHTS
+    }
+    assert said["accuracy_by_weight"] == {weight: run.summary()["accuracy"] for weight, run in runs.items()}
+    assert said["accuracy"] == max(said["accuracy_by_weight"].values())
+    chosen = runs[f"{said['weight']:g}"]
+    assert_close(found.logits, chosen.logits, "stream")
+    assert torch.equal(found.predictions, chosen.predictions)
+    assert said["settings"] == chosen.summary()["settings"]
+    assert said["zero_shot_accuracy"] == chosen.summary()["zero_shot_accuracy"]
+
+
+def test_the_best_weight_wins_and_of_equals_the_smallest():
+    correct = torch.tensor([1, 5, 2, 9, 9, *[0] * 8])
+    said = oracle.described(oracle.Parts(), correct, 10)
+    assert said["weight"] == 0.03 and said["accuracy_by_weight"]["0.03"] == 0.9
+
+
+def test_step_and_scan_of_the_parts_agree():
+    task, stream, _ = toy(images=20, views=3)
+    parts = oracle.Parts()
+    scores, _ = parts.scan(task, parts.init(task), stream)
+    state = parts.init(task)
+    for views, expected in zip(stream, scores, strict=True):
+        score, state = parts.step(task, state, views)
+        assert torch.equal(score, expected)
+    assert_close(scores.sum(1), torch.full((20,), 2.0), "stream")  # two distributions
+
+
+def test_every_output_says_that_it_is_an_oracle(cli, path, tmp_path):
+    out = tmp_path / "out.safetensors"
+    done = cli("replay", path, "--method", "dmn", "--oracle", "--json", "--out", out)
+    said = json.loads(done.out)
+    assert said["method"] == TOLD and said["oracle"] is True
+    assert said["weight"] in oracle.WEIGHTS and len(said["accuracy_by_weight"]) == 13
+    with safe_open(out, "pt") as file:
+        facts = file.metadata()
+        assert file.get_tensor("logits").shape == (60, 8)
+    assert facts["method"] == TOLD and facts["oracle"] == "true" and float(facts["weight"]) == said["weight"]
+    assert json.loads(facts["accuracy_by_weight"]) == said["accuracy_by_weight"]
+    assert TOLD in cli("replay", path, "--method", "dmn", "--oracle").out
+
+
+def test_the_plain_method_is_no_oracle(cli, path, tmp_path):
+    out = tmp_path / "out.safetensors"
+    said = json.loads(cli("replay", path, "--method", "dmn", "--json", "--out", out).out)
+    assert said["method"] == "dmn" and not {"oracle", "weight", "accuracy_by_weight"} & set(said)
+    with safe_open(out, "pt") as file:
+        assert set(file.metadata()) == {"method", "settings"}
+    assert "oracle" not in "".join(registry.METHODS)
+
+
+def test_only_dmn_has_one_and_only_with_labels(cli, path, tmp_path):
+    refused = cli("replay", path, "--method", "tda", "--oracle")
+    assert refused.code == 2 and "Only the method 'dmn' has an oracle, not 'tda'" in refused.err
+    with pytest.raises(InputError, match="not 'dmn'"):
+        oracle.parts_of(oracle.Parts())  # an oracle of an oracle
+    with pytest.raises(InputError, match="not 'tda'"):
+        oracle.parts_of(TDA())
+    task, stream, _ = toy(images=5)
+    bare = save_features(tmp_path / "bare.safetensors", stream, task.text)
+    refused = cli("replay", bare, "--method", "dmn", "--oracle")
+    assert refused.code == 2 and "has no labels, which an oracle chooses by" in refused.err
