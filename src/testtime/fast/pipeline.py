@@ -1,0 +1,271 @@
+"""From files to answers with every part at work: images are read by threads, views made and encoded ahead on a
+stream of their own, and answers fetched while the next image is adapted to.
+
+What one image gives depends on the image, the seed and its index alone, and images are adapted to in order, so
+the answers are those of the plain loop. An image that cannot be used is reported in its turn.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import warnings
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from testtime.fast.encoder import FastEncoder
+from testtime.fast.graph import Runner
+from testtime.fast.views import as_picture, grey_views
+from testtime.images import MAX_PIXELS, read_image
+from testtime.types import Encoder, ImageError, InputError
+from testtime.views import ViewParameters, sample_views
+from testtime.views import views as make_views
+
+AHEAD = 2  # groups encoded before they are asked for
+EXIF_ORIENTATION = 0x0112
+
+Source = Any  # a path, a Pillow image, or pixels (H, W, 3) uint8
+
+
+class Encoded(NamedTuple):
+    """One image of a stream: its features, or why there are none."""
+
+    index: int
+    source: Source
+    features: Tensor | None  # (V, D) unit rows on the encoder's device
+    error: InputError | None
+
+
+class Answer(NamedTuple):
+    """One image of a stream: its logits, or why there are none."""
+
+    index: int
+    source: Source
+    logits: Tensor | None  # (C,) on the CPU
+    error: InputError | None
+
+
+class Prepared(NamedTuple):
+    """What a thread has made of one image."""
+
+    source: Source
+    pixels: Tensor  # (H, W, 3) uint8, or a JPEG file's bytes (n,), or views (V, 3, size, size) that Pillow has made
+    sampled: list[ViewParameters]
+
+
+def stream(
+    encoder: Encoder,
+    images: Iterable[Source],
+    *,
+    views: int = 1,
+    seed: int = 0,
+    augmix: bool = False,
+    batch: int = 4,
+    first: int = 0,
+    workers: int | None = None,
+    decode: Literal["pillow", "torchvision"] = "pillow",
+) -> Iterator[Encoded]:
+    """The features of each image, in order, `batch` images encoded together; the first has index `first`.
+
+    Views are those of `testtime.views`, made on the GPU where `encoder` is a FastEncoder on one. With
+    `decode="torchvision"` JPEG files are decoded there too, and colours differ from Pillow's by a few grey levels.
+    """
+    if batch < 1:
+        raise InputError(f"batch={batch}: at least one image at a time.")
+    if decode not in ("pillow", "torchvision"):
+        raise InputError(f"decode={decode!r}: must be 'pillow' or 'torchvision'.")
+    work = _Work(encoder, views, seed, augmix, decode)
+    with ThreadPoolExecutor(workers or min(16, os.cpu_count() or 1), "testtime-read") as pool:
+        numbered = enumerate(images, start=first)
+        reading: deque[list[tuple[int, Source, Future[Prepared]]]] = deque()
+        encoded: deque[tuple[list[Encoded], torch.cuda.Event | None]] = deque()
+        try:
+            while True:
+                while len(reading) <= AHEAD and (group := list(islice(numbered, batch))):
+                    reading.append([(i, source, pool.submit(work.prepare, i, source)) for i, source in group])
+                if reading and len(encoded) <= work.ahead:
+                    encoded.append(work.encode(reading.popleft()))
+                elif encoded:
+                    ready, event = encoded.popleft()
+                    if event is not None:
+                        event.wait()  # the stream that adapts waits for the one that encodes; nobody else does
+                    yield from ready
+                else:
+                    return
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def classify(runner: Runner, encoder: Encoder, images: Iterable[Source], **options: Any) -> Iterator[Answer]:
+    """The answer to each image, in order, adapting on the way; `options` are those of `stream`.
+
+    `runner` holds the state: `runner.load` sets it before, `runner.state` reads it after.
+    """
+    batch = options.setdefault("batch", 4)
+    source = stream(encoder, images, **options)
+    waiting: deque[tuple[list[Encoded], Tensor | None, torch.cuda.Event | None]] = deque()
+    for group in iter(lambda: list(islice(source, batch)), []):
+        waiting.append((group, *_adapt(runner, group)))
+        if len(waiting) > 1:  # the answers of the group before have had time to arrive
+            yield from _answers(*waiting.popleft())
+    for late in waiting:
+        yield from _answers(*late)
+
+
+def _adapt(runner: Runner, group: Sequence[Encoded]) -> tuple[Tensor | None, torch.cuda.Event | None]:
+    """Logits (n, C) of the usable images of a group, on their way to the CPU, and the event of their arrival."""
+    features = [entry.features for entry in group if entry.features is not None]
+    if not features:
+        return None, None
+    logits = runner.run(torch.stack(features).to(runner.task.text))
+    if not logits.is_cuda:
+        return logits, None
+    host = torch.empty(logits.shape, dtype=logits.dtype, pin_memory=True)
+    host.copy_(logits, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    return host, event
+
+
+def _answers(group: Sequence[Encoded], logits: Tensor | None, event: torch.cuda.Event | None) -> Iterator[Answer]:
+    if event is not None:
+        event.synchronize()
+    rows = iter(() if logits is None else logits)
+    for index, source, features, error in group:
+        yield Answer(index, source, None if features is None else next(rows).clone(), error)
+
+
+class _Work:
+    """What is done to each image and to each group, with the settings of one stream."""
+
+    def __init__(self, encoder: Encoder, views: int, seed: int, augmix: bool, decode: str) -> None:
+        self.encoder, self.views, self.seed, self.augmix = encoder, views, seed, augmix
+        self.device = getattr(encoder, "device", torch.device("cpu"))
+        self.matrices = isinstance(encoder, FastEncoder)
+        self.decodes = decode == "torchvision" and self.matrices
+        self.side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self.ahead = AHEAD if self.side is not None else 0  # where nothing runs by itself, nothing is gained
+
+    def prepare(self, index: int, source: Source) -> Prepared:
+        """Read one image and draw its views; runs in a thread."""
+        options = dict(seed=self.seed, index=index, augmix=self.augmix)
+        looks = self.encoder.preprocess
+        if self.decodes and (found := _plain_jpeg(source)) is not None:
+            pixels, extent = found
+            return Prepared(source, pixels, sample_views(extent, self.views, looks.size, **options))
+        image = read_image(source) if isinstance(source, str | Path) else source
+        if not self.matrices:
+            if isinstance(image, Tensor):
+                image = Image.fromarray(as_picture(image).cpu().numpy())
+            return Prepared(source, make_views(image, self.views, looks, **options), [])
+        picture = as_picture(image)
+        if self.side is not None and not picture.is_cuda:
+            picture = picture.pin_memory()
+        extent = picture.shape[1], picture.shape[0]
+        return Prepared(source, picture, sample_views(extent, self.views, looks.size, **options))
+
+    def encode(
+        self, group: Sequence[tuple[int, Source, Future[Prepared]]]
+    ) -> tuple[list[Encoded], torch.cuda.Event | None]:
+        """The features of a group, launched, and the event of their completion."""
+        outcomes = [_outcome(future) for _, _, future in group]
+        usable = [(row, made) for row, made in enumerate(outcomes) if isinstance(made, Prepared)]
+        features: dict[int, Tensor] = {}
+        event = None
+        if self.side is None:
+            features = self._features(usable, outcomes)
+        else:
+            caller = torch.cuda.current_stream(self.device)
+            self.side.wait_stream(caller)
+            with torch.cuda.stream(self.side):
+                features = self._features(usable, outcomes)
+                event = torch.cuda.Event()
+                event.record()
+            for rows in features.values():
+                rows.record_stream(caller)  # its memory is not to be used again before the caller is done with it
+        entries = []
+        for row, (index, source, _) in enumerate(group):
+            outcome = outcomes[row]
+            error = outcome if isinstance(outcome, InputError) else None
+            entries.append(Encoded(index, source, features.get(row), error))
+        return entries, event
+
+    def _features(self, usable: list[tuple[int, Prepared]], outcomes: list[Prepared | InputError]) -> dict[int, Tensor]:
+        """Features (V, D) by row of the group; what turns out to be damaged becomes an error in `outcomes`."""
+        if not self.matrices:
+            if not usable:
+                return {}
+            rows = self.encoder.encode_images(torch.cat([made.pixels for _, made in usable]))
+            return dict(zip([row for row, _ in usable], rows.unflatten(0, (-1, self.views)), strict=True))
+        pictures = self._pictures(usable, outcomes)
+        if not pictures:
+            return {}
+        assert isinstance(self.encoder, FastEncoder)
+        sampled = [made.sampled for row, made in usable if row in pictures]
+        grey = grey_views(list(pictures.values()), sampled, self.encoder.preprocess)
+        rows = self.encoder.encode_grey(grey.flatten(0, 1)).unflatten(0, (-1, self.views))
+        return dict(zip(pictures, rows, strict=True))
+
+    def _pictures(self, usable: list[tuple[int, Prepared]], outcomes: list[Prepared | InputError]) -> dict[int, Tensor]:
+        """Pixels (H, W, 3) on the device, by row of the group."""
+        decoded = iter(_decode([made for _, made in usable if made.pixels.ndim == 1], self.device))
+        pictures: dict[int, Tensor] = {}
+        for row, made in usable:
+            picture = next(decoded) if made.pixels.ndim == 1 else made.pixels
+            if isinstance(picture, InputError):
+                outcomes[row] = picture
+            else:
+                pictures[row] = picture.to(self.device, non_blocking=True)
+        return pictures
+
+
+def _outcome(future: Future[Prepared]) -> Prepared | InputError:
+    try:
+        return future.result()
+    except InputError as error:
+        return error
+
+
+def _plain_jpeg(source: Source) -> tuple[Tensor, tuple[int, int]] | None:
+    """The bytes and the extent of a colour JPEG file that stands upright; None for everything else."""
+    if not isinstance(source, str | Path):
+        return None
+    try:
+        content = Path(source).read_bytes()
+        with Image.open(io.BytesIO(content), formats=["JPEG"]) as image:
+            upright = image.getexif().get(EXIF_ORIENTATION, 1) == 1
+            if image.mode != "RGB" or not upright or image.width * image.height > MAX_PIXELS:
+                return None
+            return torch.frombuffer(bytearray(content), dtype=torch.uint8), image.size
+    except Exception:  # whatever it is, reading it the plain way will say so properly
+        return None
+
+
+def _decode(files: list[Prepared], device: torch.device) -> list[Tensor | InputError]:
+    """Pixels (H, W, 3) of JPEG files, decoded on the device; one by one and by Pillow where that fails."""
+    if not files:
+        return []
+    from torchvision.io import ImageReadMode, decode_jpeg
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # newer ones point to torchcodec, a further package
+            decoded = decode_jpeg([file.pixels for file in files], ImageReadMode.RGB, device=device)
+        return [pixels.permute(1, 2, 0) for pixels in decoded]
+    except RuntimeError:
+        return [_by_pillow(file.source) for file in files]
+
+
+def _by_pillow(source: Source) -> Tensor | InputError:
+    try:
+        return as_picture(read_image(source))
+    except ImageError as error:
+        return error
