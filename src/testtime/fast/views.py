@@ -123,7 +123,9 @@ def _axes(shape: Sequence[int], sampled: Sequence[ViewParameters], preprocess: P
     height, width, size, resize = *shape[:2], preprocess.size, preprocess.resize
     support = 2.0 if preprocess.interpolation == "bicubic" else 1.0
     short = min(width, height)
-    sides = [resize, resize] if preprocess.mode == "squash" else [int(resize * side / short) for side in (width, height)]
+    sides = (
+        [resize, resize] if preprocess.mode == "squash" else [int(resize * side / short) for side in (width, height)]
+    )
     axes = [
         [
             Axis(0, length, length / total, plain._margin(total, size), total, support, False)
