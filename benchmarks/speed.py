@@ -20,6 +20,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -176,7 +177,7 @@ def step(bench: Bench) -> None:
         method = tt.make_method(name)
         start = state if name == "dpe" else method.init(task)
         with torch.inference_mode():
-            bench.note("step", f"{name}, plain", bench.ms(lambda: method.scan(task, start, stream)) / len(stream))
+            bench.note("step", f"{name}, plain", bench.ms(partial(method.scan, task, start, stream)) / len(stream))
             expected, _ = method.scan(task, start, stream)
         for compile in (True, False) if bench.gpu else (False,):
             began = time.perf_counter()
@@ -189,9 +190,9 @@ def step(bench: Bench) -> None:
             bench.note("step", f"{kind}: seconds to prepare", time.perf_counter() - began, "s")
             bench.note("step", f"{kind}: largest difference of a logit", float((logits - expected).abs().max()), "")
             runner.load(task, start)
-            bench.note("step", kind, bench.ms(lambda: runner.run(many)) / len(many))
+            bench.note("step", kind, bench.ms(partial(runner.run, many)) / len(many))
             if bench.gpu and name == "dpe":
-                kernels(bench, kind, lambda: runner.run(stream[:1]))
+                kernels(bench, kind, partial(runner.run, stream[:1]))
     products(bench, task, state)
 
 
@@ -254,26 +255,24 @@ def views(bench: Bench) -> None:
         name = "AugMix" if augmix else "crops"
         options = dict(seed=0, index=5, augmix=augmix)
         sampled = sample_views(image.size, bench.views, looks.size, **options)
-        draw = bench.ms(lambda: sample_views(image.size, bench.views, looks.size, **options))
+        draw = bench.ms(partial(sample_views, image.size, bench.views, looks.size, **options))
         bench.note("views", f"{name}: drawing what is random", draw)
         ours = fast_views.grey_views([picture], [sampled], looks)[0]
-        bench.note("views", f"{name}: one image", bench.ms(lambda: fast_views.grey_views([picture], [sampled], looks)))
-        four = [picture] * 4, [sampled] * 4
-        bench.note("views", f"{name}: four images, each", bench.ms(lambda: fast_views.grey_views(*four, looks)) / 4)
+        make = partial(fast_views.grey_views, [picture], [sampled], looks)
+        bench.note("views", f"{name}: one image", bench.ms(make))
+        four = partial(fast_views.grey_views, [picture] * 4, [sampled] * 4, looks)
+        bench.note("views", f"{name}: four images, each", bench.ms(four) / 4)
         if bench.gpu:
-            kernels(bench, f"views, {name}", lambda: fast_views.grey_views([picture], [sampled], looks))
-        theirs = pillow_views(image, bench.views, looks, **options)
+            kernels(bench, f"views, {name}", make)
+        by_pillow = partial(pillow_views, image, bench.views, looks, **options)
+        theirs = by_pillow()
         std = torch.tensor(looks.std)[:, None, None]
         apart = (fast_views.normalise(ours.cpu().float(), looks, torch.float32) - theirs).mul(255 * std).abs()
         bench.note("views", f"{name}: mean difference from Pillow", float(apart.mean()), "grey levels")
         bench.note(
             "views", f"{name}: largest mean difference of a view", float(apart.flatten(1).mean(1).max()), "levels"
         )
-        bench.note(
-            "views",
-            f"{name}: Pillow, one core",
-            bench.ms(lambda: pillow_views(image, bench.views, looks, **options), 2, 0),
-        )
+        bench.note("views", f"{name}: Pillow, one core", bench.ms(by_pillow, 2, 0))
 
 
 def decode(bench: Bench) -> None:
@@ -285,8 +284,9 @@ def decode(bench: Bench) -> None:
         "decode", "Pillow, one thread", bench.ms(lambda: [pipeline.read_image(file) for file in files], 3, 1) / each
     )
     made = [pipeline.Prepared(file, pipeline._plain_jpeg(file)[0], []) for file in files]  # type: ignore[index]
-    bench.note("decode", "torchvision on the device, batches of 4", bench.ms(
-        lambda: [pipeline._decode(made[start : start + 4], bench.device) for start in range(0, each, 4)], 3, 1) / each)  # fmt: skip
+    fours = [made[start : start + 4] for start in range(0, each, 4)]
+    on_device = bench.ms(lambda: [pipeline._decode(four, bench.device) for four in fours], 3, 1) / each
+    bench.note("decode", "torchvision on the device, batches of 4", on_device)
     by_device = pipeline._decode(made[:1], bench.device)[0]
     assert isinstance(by_device, Tensor)
     apart = (by_device.cpu().float() - fast_views.as_picture(pipeline.read_image(files[0])).float()).abs().mean()
@@ -346,7 +346,7 @@ def whole(
                 )
         turn = cycle(enumerate(decoded))
 
-        def single(augmix: bool = augmix) -> None:
+        def single(augmix: bool = augmix, turn: Iterator[Any] = turn) -> None:
             index, image = next(turn)
             list(pipeline.classify(runner, fast, [image], views=bench.views, augmix=augmix, batch=1, first=index))
 
@@ -410,10 +410,9 @@ def growth(bench: Bench) -> None:
             # captured without the compiler: every size would take it half a minute
             runner = graph.Runner(method, task, setting["views"], compile=False)
             runner.load(task, full_queues(method, task))
-            each = bench.ms(lambda: runner.run(stream), 5) / len(stream)  # noqa: B023
+            each = bench.ms(partial(runner.run, stream), 5) / len(stream)
             bench.note("growth", f"{name} = {value}", each)
             rows.append(setting | {"ms": each})
-            del runner
     bench.report["growth"] = rows
     lengths(bench, base)
 

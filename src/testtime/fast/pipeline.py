@@ -13,6 +13,8 @@ import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -35,7 +37,8 @@ EXIF_ORIENTATION = 0x0112
 Source = Any  # a path, a Pillow image, or pixels (H, W, 3) uint8
 
 
-class Encoded(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class Encoded:
     """One image of a stream: its features, or why there are none."""
 
     index: int
@@ -44,7 +47,8 @@ class Encoded(NamedTuple):
     error: InputError | None
 
 
-class Answer(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class Answer:
     """One image of a stream: its logits, or why there are none."""
 
     index: int
@@ -139,8 +143,9 @@ def _answers(group: Sequence[Encoded], logits: Tensor | None, event: torch.cuda.
     if event is not None:
         event.synchronize()
     rows = iter(() if logits is None else logits)
-    for index, source, features, error in group:
-        yield Answer(index, source, None if features is None else next(rows).clone(), error)
+    for entry in group:
+        found = None if entry.features is None else next(rows).clone()
+        yield Answer(entry.index, entry.source, found, entry.error)
 
 
 class _Work:
@@ -156,21 +161,22 @@ class _Work:
 
     def prepare(self, index: int, source: Source) -> Prepared:
         """Read one image and draw its views; runs in a thread."""
-        options = dict(seed=self.seed, index=index, augmix=self.augmix)
         looks = self.encoder.preprocess
+        draw = partial(sample_views, seed=self.seed, index=index, augmix=self.augmix)
         if self.decodes and (found := _plain_jpeg(source)) is not None:
-            pixels, extent = found
-            return Prepared(source, pixels, sample_views(extent, self.views, looks.size, **options))
+            content, extent = found
+            return Prepared(source, content, draw(extent, self.views, looks.size))
         image = read_image(source) if isinstance(source, str | Path) else source
         if not self.matrices:
             if isinstance(image, Tensor):
                 image = Image.fromarray(as_picture(image).cpu().numpy())
-            return Prepared(source, make_views(image, self.views, looks, **options), [])
+            pixels = make_views(image, self.views, looks, seed=self.seed, index=index, augmix=self.augmix)
+            return Prepared(source, pixels, [])
         picture = as_picture(image)
         if self.side is not None and not picture.is_cuda:
             picture = picture.pin_memory()
         extent = picture.shape[1], picture.shape[0]
-        return Prepared(source, picture, sample_views(extent, self.views, looks.size, **options))
+        return Prepared(source, picture, draw(extent, self.views, looks.size))
 
     def encode(
         self, group: Sequence[tuple[int, Source, Future[Prepared]]]
