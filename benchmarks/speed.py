@@ -60,6 +60,8 @@ class Bench:
         self.out, self.svg = options.out, options.svg
         self.folder = Path(tempfile.mkdtemp(prefix="testtime-speed-"))
         self.report: dict[str, Any] = {"machine": machine(self.device), "results": {}, "errors": {}}
+        self.profiled: dict[str, Callable[[], object]] = {}  # calls to look into at the end
+        self.methods = options.methods.split(",")
         self._encoders: dict[str, FastEncoder] = {}
 
     def note(self, stage: str, name: str, value: Any, unit: str = "ms") -> None:
@@ -173,7 +175,7 @@ def step(bench: Bench) -> None:
     state = on_device(full_state(tt.make_method("dpe"), task, stream), bench.device)
     task, stream = task.to(bench.device), stream.to(bench.device)
     many = stream.repeat(2 if bench.quick else 20, 1, 1)
-    for name in ("dpe",) if bench.quick else ("dpe", "tda", "tps", "dmn"):
+    for name in bench.methods:
         method = tt.make_method(name)
         start = state if name == "dpe" else method.init(task)
         with torch.inference_mode():
@@ -192,7 +194,7 @@ def step(bench: Bench) -> None:
             runner.load(task, start)
             bench.note("step", kind, bench.ms(partial(runner.run, many)) / len(many))
             if bench.gpu and name == "dpe":
-                kernels(bench, kind, partial(runner.run, stream[:1]))
+                bench.profiled[f"one step, {kind}"] = partial(runner.run, stream[:1])
     products(bench, task, state)
 
 
@@ -207,17 +209,20 @@ def products(bench: Bench, task: Task, state: Any) -> None:
     bench.note("step", "dpe: the three products alone", bench.ms(three) / 20)
 
 
-def kernels(bench: Bench, name: str, call: Callable[[], object]) -> None:
-    """Which kernels take the time of one call, by the profiler, in microseconds."""
+def kernels(bench: Bench) -> None:
+    """Which kernels take the time of a call, by the profiler, in microseconds; last, as profilers may crash."""
+    for name, call in bench.profiled.items():
+        kernels_of(bench, name, call)
+
+
+def kernels_of(bench: Bench, name: str, call: Callable[[], object]) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         call()
         bench.wait()
     found = sorted(profile.key_averages(), key=lambda event: -event.self_device_time_total)
     rows = [(event.key[:90], event.count, round(event.self_device_time_total, 1)) for event in found]
     bench.report["results"].setdefault("kernels", {})[name] = rows
-    print(
-        f"  kernels of one step, {name}: {sum(row[1] for row in rows)} launches, {sum(row[2] for row in rows):.0f} us"
-    )
+    print(f"  kernels of {name}: {sum(row[1] for row in rows)} launches, {sum(row[2] for row in rows):.0f} us")
     for key, count, total in rows[:14]:
         print(f"    {total:8.1f} us {count:4d} x {key}")
 
@@ -263,7 +268,7 @@ def views(bench: Bench) -> None:
         four = partial(fast_views.grey_views, [picture] * 4, [sampled] * 4, looks)
         bench.note("views", f"{name}: four images, each", bench.ms(four) / 4)
         if bench.gpu:
-            kernels(bench, f"views, {name}", make)
+            bench.profiled[f"views, {name}"] = make
         by_pillow = partial(pillow_views, image, bench.views, looks, **options)
         theirs = by_pillow()
         std = torch.tensor(looks.std)[:, None, None]
@@ -406,7 +411,8 @@ def growth(bench: Bench) -> None:
         for value in values:
             setting = base | {name: value}
             method = tt.make_method("dpe", None, {"queue": setting["queue"]})
-            task, stream = stream_for(setting["classes"], setting["dim"], setting["views"], 32, bench.device)
+            images = 4 if bench.quick else 32
+            task, stream = stream_for(setting["classes"], setting["dim"], setting["views"], images, bench.device)
             # captured without the compiler: every size would take it half a minute
             runner = graph.Runner(method, task, setting["views"], compile=False)
             runner.load(task, full_queues(method, task))
@@ -420,7 +426,7 @@ def growth(bench: Bench) -> None:
 def lengths(bench: Bench, base: dict[str, int]) -> None:
     """The cost of an image does not depend on how many came before."""
     method = tt.make_method("dpe")
-    task, stream = stream_for(base["classes"], base["dim"], base["views"], 64, bench.device)
+    task, stream = stream_for(base["classes"], base["dim"], base["views"], 4 if bench.quick else 64, bench.device)
     runner = graph.Runner(method, task, base["views"], compile=False)
     runner.load(task, method.init(task))
     done = 0
@@ -440,6 +446,7 @@ STAGES: dict[str, Callable[[Bench], None]] = {
     "rn50": rn50,
     "released": released,
     "growth": growth,
+    "kernels": kernels,
 }
 
 
@@ -478,6 +485,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="JSON file, written anew after every stage")
     parser.add_argument("--svg", type=Path)
     parser.add_argument("--stages", default=",".join(STAGES))
+    parser.add_argument("--methods", default="dpe", help="whose steps are timed, as in dpe,tda,tps,dmn")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--images", type=int, default=128, help="length of the streams that are timed")
     parser.add_argument("--repeats", type=int, default=20)

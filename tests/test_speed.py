@@ -26,7 +26,7 @@ def test_every_stage_runs_in_small(speed: Any, tmp_path: Path) -> None:
     assert speed.main(["--quick", "--device", "cpu", "--out", str(out), "--svg", str(svg)]) == 0
     report = json.loads(out.read_text())
     assert report["errors"] == {}
-    assert set(report["results"]) == set(speed.STAGES)
+    assert set(report["results"]) == set(speed.STAGES) - {"kernels"}  # there are none on the CPU
     assert report["machine"]["torch"] == torch.__version__
     step = report["results"]["step"]
     assert step["dpe, runner"] > 0 and step["dpe, runner: largest difference of a logit"] < 1e-3
