@@ -288,7 +288,7 @@ def decode(bench: Bench) -> None:
     bench.note(
         "decode", "Pillow, one thread", bench.ms(lambda: [pipeline.read_image(file) for file in files], 3, 1) / each
     )
-    made = [pipeline.Prepared(file, pipeline._plain_jpeg(file)[0], []) for file in files]  # type: ignore[index]
+    made = [pipeline.Prepared(file, 0, pipeline._plain_jpeg(file)[0], []) for file in files]  # type: ignore[index]
     fours = [made[start : start + 4] for start in range(0, each, 4)]
     on_device = bench.ms(lambda: [pipeline._decode(four, bench.device) for four in fours], 3, 1) / each
     bench.note("decode", "torchvision on the device, batches of 4", on_device)

@@ -61,6 +61,7 @@ class Prepared(NamedTuple):
     """What a thread has made of one image."""
 
     source: Source
+    number: int  # that its views are drawn with
     pixels: Tensor  # (H, W, 3) uint8, or a JPEG file's bytes (n,), or views (V, 3, size, size) that Pillow has made
     sampled: list[ViewParameters]
 
@@ -74,19 +75,22 @@ def stream(
     augmix: bool = False,
     batch: int = 4,
     first: int = 0,
+    gaps: bool = True,
     workers: int | None = None,
     decode: Literal["pillow", "torchvision"] = "pillow",
 ) -> Iterator[Encoded]:
     """The features of each image, in order, `batch` images encoded together; the first has index `first`.
 
-    Views are those of `testtime.views`, made on the GPU where `encoder` is a FastEncoder on one. With
-    `decode="torchvision"` JPEG files are decoded there too, and colours differ from Pillow's by a few grey levels.
+    With `gaps`, an image that cannot be used keeps its index, as in `testtime.encode`; without, the next image
+    takes it, as in `Session.run`. Views are those of `testtime.views`, made on the GPU where `encoder` is a
+    FastEncoder on one. With `decode="torchvision"` JPEG files are decoded there too, and colours differ from
+    Pillow's by a few grey levels.
     """
     if batch < 1:
         raise InputError(f"batch={batch}: at least one image at a time.")
     if decode not in ("pillow", "torchvision"):
         raise InputError(f"decode={decode!r}: must be 'pillow' or 'torchvision'.")
-    work = _Work(encoder, views, seed, augmix, decode)
+    work = _Work(encoder, views, seed, augmix, decode, None if gaps else first)
     with ThreadPoolExecutor(workers or min(16, os.cpu_count() or 1), "testtime-read") as pool:
         numbered = enumerate(images, start=first)
         reading: deque[list[tuple[int, Source, Future[Prepared]]]] = deque()
@@ -151,8 +155,11 @@ def _answers(group: Sequence[Encoded], logits: Tensor | None, event: torch.cuda.
 class _Work:
     """What is done to each image and to each group, with the settings of one stream."""
 
-    def __init__(self, encoder: Encoder, views: int, seed: int, augmix: bool, decode: str) -> None:
+    def __init__(
+        self, encoder: Encoder, views: int, seed: int, augmix: bool, decode: str, following: int | None
+    ) -> None:
         self.encoder, self.views, self.seed, self.augmix = encoder, views, seed, augmix
+        self.following = following  # the index of the next usable image, where there are to be no gaps
         self.device = getattr(encoder, "device", torch.device("cpu"))
         self.matrices = isinstance(encoder, FastEncoder)
         self.decodes = decode == "torchvision" and self.matrices
@@ -165,34 +172,32 @@ class _Work:
         draw = partial(sample_views, seed=self.seed, index=index, augmix=self.augmix)
         if self.decodes and (found := _plain_jpeg(source)) is not None:
             content, extent = found
-            return Prepared(source, content, draw(extent, self.views, looks.size))
+            return Prepared(source, index, content, draw(extent, self.views, looks.size))
         image = read_image(source) if isinstance(source, str | Path) else source
         if not self.matrices:
             if isinstance(image, Tensor):
                 image = Image.fromarray(as_picture(image).cpu().numpy())
             pixels = make_views(image, self.views, looks, seed=self.seed, index=index, augmix=self.augmix)
-            return Prepared(source, pixels, [])
+            return Prepared(source, index, pixels, [])
         picture = as_picture(image)
         if self.side is not None and not picture.is_cuda:
             picture = picture.pin_memory()
         extent = picture.shape[1], picture.shape[0]
-        return Prepared(source, picture, draw(extent, self.views, looks.size))
+        return Prepared(source, index, picture, draw(extent, self.views, looks.size))
 
     def encode(
         self, group: Sequence[tuple[int, Source, Future[Prepared]]]
     ) -> tuple[list[Encoded], torch.cuda.Event | None]:
         """The features of a group, launched, and the event of their completion."""
         outcomes = [_outcome(future) for _, _, future in group]
-        usable = [(row, made) for row, made in enumerate(outcomes) if isinstance(made, Prepared)]
-        features: dict[int, Tensor] = {}
         event = None
         if self.side is None:
-            features = self._features(usable, outcomes)
+            features = self._features(outcomes)
         else:
             caller = torch.cuda.current_stream(self.device)
             self.side.wait_stream(caller)
             with torch.cuda.stream(self.side):
-                features = self._features(usable, outcomes)
+                features = self._features(outcomes)
                 event = torch.cuda.Event()
                 event.record()
             for rows in features.values():
@@ -200,31 +205,40 @@ class _Work:
         entries = []
         for row, (index, source, _) in enumerate(group):
             outcome = outcomes[row]
-            error = outcome if isinstance(outcome, InputError) else None
-            entries.append(Encoded(index, source, features.get(row), error))
+            if isinstance(outcome, InputError):
+                entries.append(Encoded(index, source, None, outcome))
+            else:
+                entries.append(Encoded(outcome.number, source, features[row], None))
         return entries, event
 
-    def _features(self, usable: list[tuple[int, Prepared]], outcomes: list[Prepared | InputError]) -> dict[int, Tensor]:
+    def _features(self, outcomes: list[Prepared | InputError]) -> dict[int, Tensor]:
         """Features (V, D) by row of the group; what turns out to be damaged becomes an error in `outcomes`."""
-        if not self.matrices:
-            if not usable:
-                return {}
-            rows = self.encoder.encode_images(torch.cat([made.pixels for _, made in usable]))
-            return dict(zip([row for row, _ in usable], rows.unflatten(0, (-1, self.views)), strict=True))
-        pictures = self._pictures(usable, outcomes)
-        if not pictures:
+        pictures = self._pictures(outcomes) if self.matrices else {}
+        usable = {row: made for row, made in enumerate(outcomes) if isinstance(made, Prepared)}
+        if self.following is not None:
+            for row, made in usable.items():
+                if made.number != self.following:  # an image before it failed after this one's views were drawn
+                    usable[row] = outcomes[row] = self.prepare(self.following, made.source)
+                self.following += 1
+        if not usable:
             return {}
-        assert isinstance(self.encoder, FastEncoder)
-        sampled = [made.sampled for row, made in usable if row in pictures]
-        grey = grey_views(list(pictures.values()), sampled, self.encoder.preprocess)
-        rows = self.encoder.encode_grey(grey.flatten(0, 1)).unflatten(0, (-1, self.views))
-        return dict(zip(pictures, rows, strict=True))
+        if isinstance(self.encoder, FastEncoder):
+            grey = grey_views(
+                [pictures[row] for row in usable], [made.sampled for made in usable.values()], self.encoder.preprocess
+            )
+            features = self.encoder.encode_grey(grey.flatten(0, 1))
+        else:
+            features = self.encoder.encode_images(torch.cat([made.pixels for made in usable.values()]))
+        return dict(zip(usable, features.unflatten(0, (-1, self.views)), strict=True))
 
-    def _pictures(self, usable: list[tuple[int, Prepared]], outcomes: list[Prepared | InputError]) -> dict[int, Tensor]:
+    def _pictures(self, outcomes: list[Prepared | InputError]) -> dict[int, Tensor]:
         """Pixels (H, W, 3) on the device, by row of the group."""
-        decoded = iter(_decode([made for _, made in usable if made.pixels.ndim == 1], self.device))
+        files = [made for made in outcomes if isinstance(made, Prepared) and made.pixels.ndim == 1]
+        decoded = iter(_decode(files, self.device))
         pictures: dict[int, Tensor] = {}
-        for row, made in usable:
+        for row, made in enumerate(outcomes):
+            if isinstance(made, InputError):
+                continue
             picture = next(decoded) if made.pixels.ndim == 1 else made.pixels
             if isinstance(picture, InputError):
                 outcomes[row] = picture
