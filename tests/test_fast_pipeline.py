@@ -61,13 +61,23 @@ def test_fast_encoder_gives_the_same_up_to_rounding(paths: list[Path], expected:
     assert (features * expected).sum(-1).min() > 0.999
 
 
-def test_images_come_as_paths_pillow_images_or_pixels(paths: list[Path]) -> None:
+class Member:
+    """An image in an archive."""
+
+    def __init__(self, path: Path) -> None:
+        self.read_bytes = path.read_bytes
+
+
+def test_images_come_as_files_members_pillow_images_or_pixels(paths: list[Path]) -> None:
     image = read_image(paths[0])
     pixels = torch.from_numpy(np.array(image))
     for encoder in (PLAIN, FAST):
         # all at index 0: what differs is how they are given
-        rows = [next(pipeline.stream(encoder, [given], views=3)).features for given in (paths[0], image, pixels)]
-        assert torch.equal(rows[0], rows[1]) and torch.equal(rows[0], rows[2])
+        kinds = (paths[0], str(paths[0]), Member(paths[0]), image, pixels)
+        rows = [next(pipeline.stream(encoder, [given], views=3)).features for given in kinds]
+        assert all(torch.equal(rows[0], other) for other in rows[1:])
+    member = next(pipeline.stream(FAST, [Member(paths[0])], views=3, decode="torchvision"))
+    assert (member.features * rows[0]).sum(-1).min() > 0.999
 
 
 @pytest.mark.parametrize("decode", ["pillow", "torchvision"])

@@ -27,14 +27,14 @@ from testtime.fast.encoder import FastEncoder
 from testtime.fast.graph import Runner
 from testtime.fast.views import as_picture, grey_views
 from testtime.images import MAX_PIXELS, read_image
-from testtime.types import Encoder, ImageError, InputError
+from testtime.types import Encoder, ImageError, InputError, StoredImage
 from testtime.views import ViewParameters, sample_views
 from testtime.views import views as make_views
 
 AHEAD = 2  # groups encoded before they are asked for
 EXIF_ORIENTATION = 0x0112
 
-Source = Any  # a path, a Pillow image, or pixels (H, W, 3) uint8
+Source = Any  # a path or what else holds an image's bytes, a Pillow image, or pixels (H, W, 3) uint8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -173,7 +173,7 @@ class _Work:
         if self.decodes and (found := _plain_jpeg(source)) is not None:
             content, extent = found
             return Prepared(source, index, content, draw(extent, self.views, looks.size))
-        image = read_image(source) if isinstance(source, str | Path) else source
+        image = read_image(source) if isinstance(source, str | StoredImage) else source
         if not self.matrices:
             if isinstance(image, Tensor):
                 image = Image.fromarray(as_picture(image).cpu().numpy())
@@ -256,10 +256,10 @@ def _outcome(future: Future[Prepared]) -> Prepared | InputError:
 
 def _plain_jpeg(source: Source) -> tuple[Tensor, tuple[int, int]] | None:
     """The bytes and the extent of a colour JPEG file that stands upright; None for everything else."""
-    if not isinstance(source, str | Path):
+    if not isinstance(source, str | StoredImage):
         return None
     try:
-        content = Path(source).read_bytes()
+        content = Path(source).read_bytes() if isinstance(source, str) else source.read_bytes()
         with Image.open(io.BytesIO(content), formats=["JPEG"]) as image:
             upright = image.getexif().get(EXIF_ORIENTATION, 1) == 1
             if image.mode != "RGB" or not upright or image.width * image.height > MAX_PIXELS:
