@@ -450,6 +450,27 @@ STAGES: dict[str, Callable[[Bench], None]] = {
 }
 
 
+# what one H200 should reach with 1000 classes and 64 views: stage, entry, at most
+TARGETS = (
+    ("step", "dpe, compiled and captured", 0.1),
+    *(("whole", f"ViT-B-16, crops, decoded, batch {batch}, a stream, each", 7.0) for batch in (1, 4)),
+    *(("whole", f"ViT-B-16, crops, decoded, batch {batch}, over encoder alone", 1.1) for batch in (1, 4)),
+    *(("whole", f"ViT-B-16, AugMix, decoded, batch {batch}, over encoder alone", 1.3) for batch in (1, 4)),
+    *(("whole", f"ViT-B-16, crops, files, Pillow, batch {batch}, a stream, each", 7.5) for batch in (1, 4)),
+    *(("whole", f"ViT-B-16, crops, files, device, batch {batch}, a stream, each", 7.5) for batch in (1, 4)),
+    *(("rn50", f"RN50, crops, decoded, batch {batch}, a stream, each", 4.0) for batch in (1, 4)),
+)
+
+
+def compare(bench: Bench) -> None:
+    """Print what was measured beside what should be reached, last, where a cut-off log still shows it."""
+    results = bench.report["results"]
+    rows = [(name, results[stage][name], most) for stage, name, most in TARGETS if name in results.get(stage, {})]
+    bench.report["targets"] = [{"entry": name, "measured": value, "at most": most} for name, value, most in rows]
+    for name, value, most in rows:
+        print(f"  {'reached' if value <= most else 'MISSED':>7} {value:9.3f} of {most:g}  {name}")
+
+
 def picture(report: dict[str, Any]) -> str:
     """The measured milliseconds as bars, in SVG."""
     bars = [
@@ -480,7 +501,7 @@ def picture(report: dict[str, Any]) -> str:
     )
 
 
-def main(arguments: list[str] | None = None) -> int:
+def options_of(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="JSON file, written anew after every stage")
     parser.add_argument("--svg", type=Path)
@@ -494,6 +515,11 @@ def main(arguments: list[str] | None = None) -> int:
     unknown = sorted(set(options.stages.split(",")) - set(STAGES))
     if unknown:
         parser.error(f"unknown stages {', '.join(unknown)}; there are {', '.join(STAGES)}")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = options_of(arguments)
     bench = Bench(options)
     print(json.dumps(bench.report["machine"]))
     for name in options.stages.split(","):
@@ -504,6 +530,9 @@ def main(arguments: list[str] | None = None) -> int:
             bench.report["errors"][name] = traceback.format_exc()
             traceback.print_exc()
         print(f"  {name}: {time.perf_counter() - began:.1f} s", flush=True)
+        bench.save()
+    if not bench.quick:
+        compare(bench)
         bench.save()
     print("failed: " + (", ".join(bench.report["errors"]) or "nothing"))
     return 1 if bench.report["errors"] else 0

@@ -48,6 +48,17 @@ def test_failed_stage_is_reported_and_the_next_one_runs(
     assert "no such kernel" in report["errors"]["step"] and "decode" in report["results"]
 
 
+def test_targets_name_what_is_measured(speed: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--quick", "--device", "cpu", "--stages", "rn50"]
+    parsed = speed.options_of(options)
+    bench = speed.Bench(parsed)
+    speed.STAGES["rn50"](bench)
+    speed.compare(bench)
+    named = {row["entry"] for row in bench.report["targets"]}
+    assert named == {name for stage, name, _ in speed.TARGETS if stage == "rn50"}
+    assert "of 4" in capsys.readouterr().out
+
+
 def test_unknown_stage_is_refused(speed: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         speed.main(["--stages", "warp"])
