@@ -37,10 +37,10 @@ def push(bank: Bank, label: Tensor, feature: Tensor, cost: Tensor) -> Bank:
     slots = bank.cost.shape[1]
     if slots == 0 or (cost.is_cpu and not cost < bank.cost[label, -1]):
         return bank  # on the CPU looking at a number costs nothing, and a refusal then copies nothing
+    index = label.reshape(1)  # rows are taken by a vector: a scalar index would be read back from the GPU
     # the newcomer stands last, so a stable sort leaves it behind its equals; then the last one falls out
-    costs, order = torch.cat([bank.cost[label], cost.reshape(1)]).sort(stable=True)
-    row = torch.cat([bank.keys[label], feature[None]])[order[:slots]]
-    index = label.reshape(1)
+    costs, order = torch.cat([bank.cost[index][0], cost.reshape(1)]).sort(stable=True)
+    row = torch.cat([bank.keys[index][0], feature[None]])[order[:slots]]
     return Bank(bank.keys.index_copy(0, index, row[None]), bank.cost.index_copy(0, index, costs[None, :slots]))
 
 
@@ -53,7 +53,8 @@ def filled(bank: Bank) -> Tensor:
 
 def row_mean(bank: Bank, label: Tensor) -> Tensor:
     """The mean feature of one class, not normalised: (D,); zero where the class holds none."""
-    return bank.keys[label].sum(0) / bank.cost[label].isfinite().sum().clamp_min(1)
+    index = label.reshape(1)
+    return bank.keys[index][0].sum(0) / bank.cost[index].isfinite().sum().clamp_min(1)
 
 
 def prototypes(bank: Bank) -> Tensor:

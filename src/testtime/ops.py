@@ -184,7 +184,8 @@ def first_step(at: Prototypes, slope: Slope, adam: AdamW) -> Tensor:
     comes out, so directions are moved by residuals over lengths, and the prototypes themselves are not read again.
     """
     result = torch.empty_like(at.direction)
-    rows = max(1, BLOCK // result.shape[1])
+    # on a GPU there is no cache to fit them to, and one block is the fewest kernels
+    rows = max(1, BLOCK // result.shape[1]) if result.is_cpu else len(result)
     flatness = at.length / slope.gain  # what divides a slope to make it a gradient
     for begin in range(0, len(result), rows):
         block = slice(begin, begin + rows)

@@ -1,0 +1,81 @@
+"""Compiling functions, and capturing what they launch on a GPU, so that it is launched again in one call."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FunctionType
+from typing import Any, TypeVar
+
+import torch
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+WARM_UPS = 3  # calls before a capture: libraries allocate their workspaces in the first ones
+
+_said: set[str] = set()
+
+
+def compiled(function: F, **options: Any) -> F:
+    """The function through torch.compile in one piece, for the shapes it is first called with.
+
+    What is compiled is kept in `$TORCHINDUCTOR_CACHE_DIR`, by default a folder under ~/.cache/testtime, so that
+    the next process finds it.
+    """
+    kept = Path("~/.cache/testtime/inductor").expanduser()
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kept))
+    # torch counts recompilations by code object and gives up after a few; a copy starts a count of its own
+    fresh = FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    fresh.__kwdefaults__ = function.__kwdefaults__
+    return torch.compile(fresh, fullgraph=True, dynamic=False, **options)  # type: ignore[return-value]
+
+
+def capture(launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """What `launch` puts on the GPU, as a graph. It runs a few times first, so it must do no harm."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UPS):
+            launch()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    # thread_local: threads that decode meanwhile may allocate without ending the capture
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        launch()
+    return graph
+
+
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """While inside, float32 products are float32 throughout, TensorFloat-32 being off; then all is as it was."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # its advice is what we refuse
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def warn_once(message: str) -> None:
+    """Warn, unless the same was said before in this process."""
+    if message not in _said:
+        _said.add(message)
+        warnings.warn(message, RuntimeWarning, stacklevel=3)
+
+
+def reason(error: BaseException) -> str:
+    """The first line of what an error says, for a warning."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -1,0 +1,165 @@
+"""Scans in captured graphs: many steps of a method in one launch.
+
+A step is a few dozen small kernels, which a GPU finishes sooner than Python can ask for them. Here the step is
+compiled, several steps in a row are captured, and a stream is replayed through the graph: inputs, state and
+logits stay at fixed places in memory. On the CPU the same steps run in a plain loop.
+
+The plain twin is a method's own `scan`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from testtime.fast.capture import capture, compiled, exact_products, reason, warn_once
+from testtime.methods.base import leaves
+from testtime.types import FeatureError, Method, Task
+
+STEPS = 32  # to a graph: launching it costs about what one kernel does
+KEPT = 4  # runners that `scan` keeps for the next call
+
+_runners: OrderedDict[tuple[object, ...], Runner] = OrderedDict()
+
+
+def scan(method: Method, task: Task, state: Any, stream: Tensor) -> tuple[Tensor, Any]:
+    """Logits (N, C) and the state after N images (N, V, D); what is given is left as it was.
+
+    Graphs are captured at the first call for a method and a shape, and kept for the next.
+
+    >>> import testtime as tt
+    >>> task, stream, _ = tt.toy()
+    >>> method = tt.make_method("dpe")
+    >>> logits, state = scan(method, task, method.init(task), stream)
+    >>> logits.shape
+    torch.Size([160, 8])
+    """
+    if len(stream) == 0 or getattr(method, "needs_tower", False):
+        return method.scan(task, state, stream)  # gradients through a text tower are nothing for a graph
+    runner = runner_for(method, task, stream.shape[1])
+    runner.load(task, state)
+    logits = runner.run(stream)
+    return logits, runner.state()
+
+
+def runner_for(method: Method, task: Task, views: int) -> Runner:
+    """The runner kept for this method and this shape, or a new one."""
+    key = (method, tuple(task.text.shape), task.text.dtype, task.text.device, task.scale, views)
+    if key in _runners:
+        _runners.move_to_end(key)
+    else:
+        _runners[key] = Runner(method, task, views)
+        while len(_runners) > KEPT:
+            _runners.popitem(last=False)
+    return _runners[key]
+
+
+class Runner:
+    """A method's steps for tasks of one shape, with the state at a fixed place: `load`, `run`, `state`.
+
+    `compile` and `graphs` default to whether the task is on a GPU. What cannot be compiled or captured runs
+    without, and a warning says so once. One runner is for one thread.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        task: Task,
+        views: int,
+        *,
+        steps: int = STEPS,
+        compile: bool | None = None,
+        graphs: bool | None = None,
+    ) -> None:
+        on_gpu = task.text.is_cuda
+        self.method = method
+        self.sizes = (steps, 1) if steps > 1 else (1,)
+        self._compile = on_gpu if compile is None else compile
+        self._graphs = on_gpu if graphs is None else graphs
+        self._captured: dict[int, Callable[[], object]] = {}
+        with torch.inference_mode(False), torch.no_grad():
+            self.task = replace(task, text=task.text.clone(), context=None)
+            self._state = _copied(method.init(self.task))
+            self._views = task.text.new_zeros(steps, views, task.dim)
+            self._logits = task.text.new_zeros(steps, task.classes)
+        self._step: Callable[..., Tensor] = compiled(_step) if self._compile else _step
+
+    def load(self, task: Task, state: Any) -> None:
+        """Go on from this state, which is copied."""
+        self.task.text.copy_(task.text)
+        for place, value in zip(leaves(self._state), leaves(state), strict=True):
+            place.copy_(value)
+
+    def state(self) -> Any:
+        """The state reached, as a copy of its own."""
+        return _copied(self._state)
+
+    def run(self, stream: Tensor) -> Tensor:
+        """Logits (N, C) of the next N images (N, V, D)."""
+        if stream.shape[1:] != self._views.shape[1:]:
+            wanted = tuple(self._views.shape[1:])
+            raise FeatureError(f"This runner takes features (N, {wanted[0]}, {wanted[1]}); got {tuple(stream.shape)}.")
+        logits = self._logits.new_empty(len(stream), self._logits.shape[1])
+        start = 0
+        for size in self.sizes:
+            while len(stream) - start >= size:
+                self._launcher(size)  # its first call warms up, and so writes to the buffers
+                part = slice(start, start + size)
+                self._views[:size].copy_(stream[part], non_blocking=True)
+                with torch.no_grad():
+                    self._captured[size]()
+                logits[part].copy_(self._logits[:size])
+                start += size
+        return logits
+
+    def _launcher(self, size: int) -> None:
+        """See that there is a way to launch `size` steps; the state is as it was afterwards."""
+        if size in self._captured:
+            return
+        before = _copied(self._state)
+        with torch.inference_mode(False), torch.no_grad(), exact_products():
+            if self._compile and not self._captured:
+                self._try_compiled()
+            self._captured[size] = self._graph(size) if self._graphs else lambda: self._steps(size)
+        for place, value in zip(leaves(self._state), leaves(before), strict=True):
+            place.copy_(value)
+
+    def _try_compiled(self) -> None:
+        try:
+            self._steps(1)
+        except Exception as error:  # a compiler fails in its own ways, and they have no common root
+            warn_once(f"The step of '{self.method.name}' cannot be compiled, and runs slower ({reason(error)}).")
+            self._step = _step
+
+    def _graph(self, size: int) -> Callable[[], object]:
+        try:
+            return capture(lambda: self._steps(size)).replay
+        except Exception as error:
+            warn_once(f"Steps of '{self.method.name}' cannot be captured, and run one by one ({reason(error)}).")
+            self._graphs = False
+            return lambda: self._steps(size)
+
+    def _steps(self, size: int) -> None:
+        rows = [self._step(self.method, self.task, self._state, self._views[row]) for row in range(size)]
+        torch.stack(rows, out=self._logits[:size])
+
+
+def _step(method: Method, task: Task, state: Any, views: Tensor) -> Tensor:
+    """Logits (C,) of one image's views (V, D); `state` is overwritten with the next."""
+    logits, after = method.step(task, state, views)
+    for place, value in zip(leaves(state), leaves(after), strict=True):
+        if value is not place:
+            place.copy_(value)
+    return logits
+
+
+def _copied(state: Any) -> Any:
+    """A state with tensors of its own."""
+    if isinstance(state, Tensor):
+        return state.clone()
+    return type(state)(*(_copied(part) for part in state))
