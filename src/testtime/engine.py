@@ -163,7 +163,8 @@ class Session:
             if good:
                 features = self._features([image for _, image in good])
                 for (original, _), views in zip(good, features, strict=True):
-                    yield original, self._advance(views)
+                    with held_back():  # whoever asked has the answer in hand before an interrupt is raised
+                        yield original, self._advance(views)
             if failure:
                 raise failure
 
