@@ -159,8 +159,8 @@ EXPERIMENTS: dict[str, Experiment] = {
             for size in SIZES
         ),
         axes=("tau", "M"),
-        note="The paper shows this as a figure on Caltech101, RN50; its text names tau 0 and 0.1, finds tau 0.1 with M 3 "
-        "best, and every cell with tau from 0.1 and M above 3 over 90.3%. The other values of tau are ours.",
+        note="The paper shows this as a figure on Caltech101, RN50; its text names tau 0 and 0.1, finds tau 0.1 with M "
+        "3 best, and every cell with tau from 0.1 and M above 3 over 90.3%. The other values of tau are ours.",
     ),
     "learnable": Experiment(
         "Which residuals are learned",
