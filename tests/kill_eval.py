@@ -16,13 +16,18 @@ from pathlib import Path
 
 import torch
 
-import testtime.bench  # noqa: F401  imported before forking, as are the next
+import testtime.bench  # imported before forking, as are the next
 import testtime.encoders.tiny
+import testtime.methods.dpe
 from testtime.cli import main
+from testtime.sweeps import sweep
 
 torch.set_num_threads(1)
 ENCODER = testtime.encoders.tiny.tiny()
 testtime.encoders.tiny.tiny = lambda *given: ENCODER  # type: ignore[assignment]  # made once, before forking
+task, stream, _ = testtime.toy()
+for method in (testtime.methods.dpe.DPE(), testtime.methods.dpe.DPE.paper()):  # kernels are compiled, too
+    sweep(task, [method], [stream[:2]])
 
 
 def start(data: Path, out: Path) -> int:

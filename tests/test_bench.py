@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_data import make_folders
+from small_data import make_folders, make_textures
 
 import testtime as tt
 from testtime import load_encoder, recipes
@@ -153,15 +153,14 @@ def test_published_numbers_are_ours_only_for_the_same_dataset_backbone_and_image
     rows = run_bench("cross", {"tiny": experiment_plan}, {"oxford-pets": dataset}, keep)["rows"]
     assert [row["published"] for row in rows] == [88.25, 91.14]
     assert [row["published_for"] for row in rows] == ["oxford-pets, ViT-B/16"] * 2  # 37 images, and not 3,669
-    whole = recipes.recipe("oxford-pets")._replace(images=37)
-    monkeypatch.setattr("testtime.bench.runner.recipe_of", lambda dataset: whole)
+    small = recipes.recipe("oxford-pets").benchmark._replace(images=37)
+    monkeypatch.setattr("testtime.recipes.benchmark", lambda name: small)
     rows = run_bench("cross", {"tiny": experiment_plan}, {"oxford-pets": dataset}, keep)["rows"]
     assert [row["published_for"] for row in rows] == [SAME] * 2
 
 
 def test_a_table_of_benchmarks_says_what_is_missing(tmp_path, experiment_plan) -> None:
-    make_folders(tmp_path / "sets" / "dtd", [f"t {n}" for n in range(47)], images=1)
-    columns = find_columns(find_experiment("cross"), tmp_path / "sets")
+    columns = find_columns(find_experiment("cross"), make_textures(tmp_path / "sets"))
     assert len(columns) == 10 and isinstance(columns["eurosat"], str)
     result = run_bench("cross", {"tiny": experiment_plan, "other": "no weights"}, columns, ["CLIP", "DPE", "DiffTPT"])
     ran = [(row["encoder"], row["column"]) for row in result["rows"] if "accuracy" in row]
@@ -171,7 +170,7 @@ def test_a_table_of_benchmarks_says_what_is_missing(tmp_path, experiment_plan) -
     assert first.rows[0][4].endswith("(40.37)") and not first.rows[0][4].startswith("-")
     assert first.rows[0][-1] == "- (55.82)" and second.rows[0][4] == "- (40.37)"
     page = markdown(result)
-    assert "No EuroSAT in" in page and "no weights" in page and "diffusion" in page
+    assert "EuroSAT is not in" in page and "no weights" in page and "diffusion" in page
 
 
 def test_the_published_spread_and_the_mean_of_all_datasets_are_shown(tmp_path, experiment_plan) -> None:
@@ -277,13 +276,12 @@ def test_the_command_prints_writes_and_explains(folders, tmp_path, capsys) -> No
         (["systems"], "give its folder"),
         (["ood"], "None of the 5 datasets"),
         (["sistems"], "Did you mean 'systems'"),
-        (["coop", "SETS"], "--prompts FILE"),
-        (["losses", "SETS/dtd", "--seeds", "a"], "--seeds a"),
+        (["ood", "SETS"], "None of the 5 datasets"),
+        (["losses", "SETS/pets", "--seeds", "a"], "--seeds a"),
     ],
 )
 def test_what_cannot_run_is_exit_code_two(arguments, message, tmp_path, capsys) -> None:
-    make_folders(tmp_path / "sets" / "dtd", images=1)
-    make_folders(tmp_path / "sets" / "imagenet", images=1)
+    make_folders(tmp_path / "sets" / "pets", images=1)
     given = [argument.replace("SETS", str(tmp_path / "sets")) for argument in arguments]
     assert command("bench", *given, "--encoder", "tiny", "--out", tmp_path / "o") == 2
     assert message in capsys.readouterr().err.replace("\n", " ")
@@ -294,11 +292,17 @@ def test_encoders_that_cannot_be_loaded_leave_a_reason_in_every_row(tmp_path, ca
         raise InputError(f"no weights of {name}")
 
     monkeypatch.setattr("testtime.load_encoder", absent)
-    make_folders(tmp_path / "sets" / "imagenet", images=1)
-    assert command("bench", "ood", tmp_path / "sets", "--out", tmp_path / "o") == 2
+    make_textures(tmp_path)
+    assert command("bench", "cross", tmp_path, "--out", tmp_path / "o") == 2
     shown = capsys.readouterr()
-    assert "58.16" in shown.out and "no weights of open_clip:RN50/openai" in shown.err
-    assert command("bench", "losses", tmp_path / "sets" / "imagenet", "--out", tmp_path / "o") == 2
+    assert "40.37" in shown.out and "no weights of open_clip:RN50/openai" in shown.err
+    assert command("bench", "losses", tmp_path / "dtd", "--out", tmp_path / "o") == 2
+
+
+def test_rows_with_learned_prompts_ask_for_them(folders, experiment_plan) -> None:
+    result = run_bench("coop", {"tiny": experiment_plan}, {"imagenet": open_dataset(folders)})
+    assert all("--prompts FILE" in row["not run"] or "diffusion" in row["not run"] for row in result["rows"])
+    assert result["rows"][-1]["published"] == 64.86 and result["rows"][-1]["published_spread"] == 0.18
 
 
 # every system

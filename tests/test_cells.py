@@ -9,7 +9,7 @@ from small_data import make_folders
 
 import testtime as tt
 from testtime import cells, load_encoder
-from testtime.cells import Cell, Lab, Text, run_cells, run_many
+from testtime.cells import Cell, Lab, Text, run_cells
 from testtime.datasets import open_dataset
 from testtime.methods.dpe import DPE
 from testtime.methods.tda import TDA
@@ -30,14 +30,6 @@ def lab(tmp_path, encoder) -> Lab:
     return Lab(tmp_path / "out", encoder, open_dataset(make_folders(tmp_path / "pets")), report=lines.append)
 
 
-def test_many_methods_over_one_stream_are_what_each_is_alone() -> None:
-    task, stream, _ = tt.toy()
-    methods = [DPE(), DPE(alpha=2.0), TDA()]
-    together = run_many(task, methods, stream.split(7))
-    for method, logits in zip(methods, together, strict=True):
-        assert torch.equal(logits, tt.Session(task, method).scan(stream))
-
-
 def test_a_cell_is_the_score_of_a_session_over_the_shuffled_store(lab) -> None:
     cell = Cell(DPE(), seed=3)
     result = run_cells(lab, [cell])[0]
@@ -51,7 +43,7 @@ def test_a_cell_is_the_score_of_a_session_over_the_shuffled_store(lab) -> None:
 
 def test_a_finished_cell_is_read_and_not_run_again(lab, monkeypatch) -> None:
     first = run_cells(lab, [Cell(ZeroShot()), Cell(DPE())])
-    monkeypatch.setattr(cells, "run_many", None)
+    monkeypatch.setattr(cells, "sweep", None)
     assert run_cells(lab, [Cell(DPE()), Cell(ZeroShot())]) == first[::-1]
 
 
@@ -127,10 +119,8 @@ def test_an_unreadable_image_is_skipped_and_counted(lab) -> None:
 
 def test_cells_that_fit_no_memory_together_run_in_parts(lab, monkeypatch) -> None:
     counts = []
-    real = cells.run_many
-    monkeypatch.setattr(
-        cells, "run_many", lambda task, methods, s: counts.append(len(methods)) or real(task, methods, s)
-    )
+    real = cells.sweep
+    monkeypatch.setattr(cells, "sweep", lambda task, methods, s: counts.append(len(methods)) or real(task, methods, s))
     monkeypatch.setattr(cells, "LOGITS", 2 * 4 * 12 * 3)
     many = [Cell(DPE(alpha=float(a))) for a in range(5)]
     run_cells(lab, many)

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from small_data import make_folders
+from small_data import make_folders, make_textures
 
 from testtime import load_encoder
 from testtime.cli import main
@@ -98,16 +98,17 @@ def test_descriptions_are_found_by_the_datasets_name(plan, tmp_path) -> None:
 
 
 def test_benchmarks_are_found_by_name_under_a_root(tmp_path) -> None:
-    make_folders(tmp_path / "sets" / "oxford_pets")
-    assert len(find_dataset("oxford-pets", tmp_path / "sets")) == 12
-    assert len(find_dataset("oxford-pets", tmp_path / "sets" / "oxford_pets")) == 12
-    assert len(find_dataset(str(tmp_path / "sets" / "oxford_pets"))) == 12
-    with pytest.raises(InputError, match="looked for dtd"):
-        find_dataset("dtd", tmp_path / "sets")
-    with pytest.raises(InputError, match="--root"):
-        find_dataset("dtd")
-    with pytest.raises(InputError, match="No folder nowhere"):
-        find_dataset("nowhere")
+    make_textures(tmp_path / "sets")
+    assert len(find_dataset("dtd", tmp_path / "sets")) == 47
+    assert find_dataset(str(tmp_path / "sets" / "dtd")).name == "dtd"
+    with pytest.raises(InputError, match="EuroSAT is not in"):
+        find_dataset("eurosat", tmp_path / "sets")
+    with pytest.raises(InputError, match="say where it lies"):
+        find_dataset("eurosat")
+    (tmp_path / "loose").mkdir()
+    (tmp_path / "sets" / "dtd" / "images" / "texture 0" / "0.png").rename(tmp_path / "loose" / "a.png")
+    with pytest.raises(InputError, match="no labels"):
+        find_dataset(str(tmp_path / "loose"))
 
 
 def test_wrong_plans_are_errors(plan, pets, tmp_path) -> None:

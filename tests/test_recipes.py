@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from testtime import recipes, registry
+from testtime.datasets import templates
 from testtime.recipes import Views, find_recipe, published, read_recipe, recipe
 from testtime.types import InputError, UnknownName
 
@@ -74,12 +75,13 @@ def test_sizes_and_printed_templates_are_those_of_the_paper(paper) -> None:
     for entry in recipes.recipes().values():
         line = next(line for line in sizes.splitlines() if line.startswith(f"{entry.title}~"))
         cells = [cell.strip() for cell in line.split("&")]
-        assert (cells[1], cells[4]) == (f"{entry.classes:,}", f"{entry.images:,}"), entry.name
-        for template in recipes.template_set(entry.templates["paper"]):
+        assert (cells[1], cells[4]) == (f"{entry.benchmark.classes:,}", f"{entry.benchmark.images:,}"), entry.name
+        printed = templates(entry.name, "paper")
+        for template in printed:
             assert f"``{template}''" in prompts, (entry.name, template)
         if entry.group == "cross":
             mine = next(line for line in prompts.splitlines() if line.startswith(f"{entry.title}~"))
-            assert all(f"``{template}''" in mine for template in entry.templates["paper"])
+            assert all(f"``{template}''" in mine for template in printed)
 
 
 def test_there_is_a_recipe_for_each_of_the_fifteen_benchmarks() -> None:
@@ -137,12 +139,6 @@ def test_unknown_names_are_errors_that_help() -> None:
 GOOD = """
 title = "X"
 group = "cross"
-folders = ["x"]
-images = 3
-classes = 2
-[templates]
-released = "imagenet7"
-paper = ["a {}."]
 [views]
 released = { count = 1, augmix = false }
 paper = { count = 64, augmix = false }
@@ -158,10 +154,10 @@ alpha = 3.0
         ("alpha = 3.0", 'alpha = "many"', "expected a finite number"),
         ("per-dataset.dpe", "per-dataset.dpee", "Did you mean 'dpe'"),
         ('"cross"', '"corss"', "Did you mean 'cross'"),
-        ("images = 3", "", "lacks 'images'"),
-        ("images = 3", "images = 3\nimage = 3", "unknown entry 'image'"),
-        ("paper = { count = 64, augmix = false }", "", "lacks templates or views for 'paper'"),
-        ("images = 3", "images =", "not TOML"),
+        ('title = "X"', "", "lacks 'title'"),
+        ('title = "X"', 'title = "X"\nimage = 3', "unknown entry 'image'"),
+        ("paper = { count = 64, augmix = false }", "", "lacks views for 'paper'"),
+        ('title = "X"', "title =", "not TOML"),
     ],
 )
 def test_a_recipe_that_is_wrong_says_where(old, new, message) -> None:

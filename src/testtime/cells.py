@@ -15,7 +15,7 @@ import hashlib
 import json
 import platform
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -27,11 +27,11 @@ from torch import Tensor
 from testtime import __version__, files, registry
 from testtime.datasets import Dataset
 from testtime.encode import encode
-from testtime.engine import Session
 from testtime.features import Features
 from testtime.metrics import accuracy, expected_calibration_error, macro_f1
 from testtime.prompts import build_task, check_classes
 from testtime.recipes import Views
+from testtime.sweeps import sweep
 from testtime.types import Encoder, InputError, Method, MissingPart, Task
 
 SHARD = 256  # images; an interrupt loses at most these
@@ -82,7 +82,10 @@ class Lab:
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:
             raise InputError(f"limit={self.limit}: at least one image is needed.")
+        if self.dataset.labels is None:
+            raise InputError(f"{self.dataset.name} has no labels to score with.")
         self.folder = Path(self.folder)
+        self.labels = list(self.dataset.labels)
 
     @property
     def indices(self) -> list[int]:
@@ -133,7 +136,7 @@ class Lab:
             self.task(Text()),
             [self.dataset.paths[i] for i in taken],
             out,
-            labels=[self.dataset.labels[i] for i in taken],
+            labels=[self.labels[i] for i in taken],
             views=views.count,
             augmix=views.augmix,
             seed=seed if views.count > 1 else ONE_VIEW_SEED,
@@ -172,8 +175,9 @@ class Lab:
         return Task(prototypes, check_classes(names, allow_duplicates=True), self.encoder.scale, self.encoder.name)
 
     def _data_mark(self) -> str:
-        rows = [f"{self.dataset.paths[i].parent.name}/{self.dataset.paths[i].name} {self.dataset.labels[i]}"
-                for i in self.indices]  # fmt: skip
+        """What tells these images from others: their names, wherever the folder lies, and labels."""
+        names = [str(self.dataset.paths[i]).replace("\\", "/").split("/")[-2:] for i in self.indices]
+        rows = [f"{'/'.join(name)} {self.labels[i]}" for name, i in zip(names, self.indices, strict=True)]
         return hashlib.sha256("\n".join(rows).encode()).hexdigest()[:12]
 
     def _encoding(self, before: int, count: int) -> Callable[[int], None]:
@@ -224,16 +228,6 @@ def run_cells(lab: Lab, cells: Sequence[Cell], alone: bool = False) -> list[dict
     return [results[number] for number in range(len(cells))]
 
 
-def run_many(task: Task, methods: Sequence[Method], stream: Iterable[Tensor]) -> list[Tensor]:
-    """Logits (N, C) of each method over a stream of chunks (n, V, D), read once for all of them."""
-    sessions = [Session(task, method) for method in methods]
-    logits: list[list[Tensor]] = [[] for _ in methods]
-    for chunk in stream:
-        for rows, session in zip(logits, sessions, strict=True):
-            rows.append(session.scan(chunk).cpu())
-    return [torch.cat(rows) for rows in logits]
-
-
 def stream_order(count: int, seed: int) -> Tensor:
     """The order of a stream of `count` images: (count,)."""
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
@@ -258,12 +252,12 @@ def _run_together(lab: Lab, cells: Sequence[Cell]) -> list[dict[str, Any]]:
     order = stream_order(len(store), first.seed)
     start = time.perf_counter()
     stream = (chunk.to(task.text.device) for chunk in store.chunks(order.tolist(), size=CHUNK))
-    many = run_many(task, methods, stream)
+    many = sweep(task, methods, stream)
     seconds = (time.perf_counter() - start) / len(cells)
     labels = store.labels[order]
     results = []
     for cell, logits in zip(cells, many, strict=True):
-        result = _score(cell.method, logits, labels)
+        result = _score(cell.method, logits.cpu(), labels)
         record = lab.facts(cell) | {"version": __version__, "skipped": len(lab.indices) - len(order)} | result
         path = files.write_atomic(lab.path(cell), json.dumps(record, indent=1) + "\n")
         lab._note(path.stem, {"images": len(order), "together": len(cells)}, seconds)

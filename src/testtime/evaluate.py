@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
 from testtime import recipes, registry
 from testtime.cells import SHARD, Cell, Lab, Text, run_cells
-from testtime.datasets import Dataset, open_dataset
+from testtime.datasets import Dataset, open_dataset, templates
+from testtime.datasets.benchmarks import folded
 from testtime.files import write_atomic
 from testtime.recipes import Recipe, Views
 from testtime.types import Encoder, InputError, Method
@@ -68,16 +69,18 @@ class Plan:
         """The templates given, or those of the dataset's recipe."""
         if self.templates is not None:
             return self.templates
-        return (SINGLE,) if found is None else recipes.template_set(found.templates[self.protocol])
+        return (
+            (SINGLE,) if found is None else templates(found.name, "paper" if self.protocol == "paper" else "released")
+        )
 
     def descriptions_of(self, dataset: Dataset) -> Path | None:
         """The file of descriptions for a dataset: the one given, or the one of its name in the folder given."""
         if self.descriptions is None or not self.descriptions.is_dir():
             return self.descriptions
         found = recipes.find_recipe(dataset.name)
-        names = {recipes.plain(dataset.name)} | (found.aliases if found else frozenset())
+        names = {folded(dataset.name)} | (found.aliases if found else frozenset())
         for path in sorted(self.descriptions.glob("*.json")):
-            if recipes.plain(path.stem.removeprefix("CuPL_prompts_")) in names:
+            if folded(path.stem.removeprefix("CuPL_prompts_")) in names:
                 return path
         return None
 
@@ -136,21 +139,11 @@ def recipe_of(dataset: Dataset) -> Recipe | None:
 
 
 def find_dataset(what: str, root: Path | None = None) -> Dataset:
-    """A dataset by its path, or a benchmark by its short name in the folder `root` that holds it."""
-    if Path(what).is_dir():
-        return open_dataset(Path(what))
-    entry = recipes.find_recipe(what)
-    if entry is None:
-        raise InputError(f"No folder {what}, and no benchmark of that name: {', '.join(recipes.recipes())}.")
-    if root is None:
-        raise InputError(f"'{what}' is a benchmark; say where it is with --root FOLDER, or give its own folder.")
-    places = [root / name for name in entry.folders]
-    if recipes.plain(root.name) in entry.aliases:
-        places.append(root)
-    for place in places:
-        if place.is_dir():
-            return open_dataset(place)
-    raise InputError(f"No {entry.title} in {root}: looked for {', '.join(entry.folders)}.")
+    """A labelled dataset by its path, or a benchmark by its short name in the folder `root` that holds it."""
+    dataset = open_dataset(what) if Path(what).exists() else open_dataset(what, root=root)
+    if dataset.labels is None:
+        raise InputError(f"{what} has no labels to score with: put images in folders named after their classes.")
+    return dataset
 
 
 def write_results(folder: Path, name: str, result: dict[str, Any], page: str) -> None:
@@ -194,8 +187,3 @@ def described(text: Mapping[str, Any]) -> str:
 def percent(fraction: float | None) -> str:
     """A fraction in percent with two decimals, empty for None."""
     return "" if fraction is None else f"{100 * fraction:.2f}"
-
-
-def single_seed(plan: Plan) -> Plan:
-    """The plan with its first seed alone."""
-    return replace(plan, seeds=plan.seeds[:1])

@@ -84,18 +84,20 @@ def _absent(experiment: Experiment, name: str, plan: Plan, column: str) -> Cost:
     entry = recipes.recipe(column)
     rows = [row for row in experiment.rows if not row.invalid]
     stores = _stores(rows, plan.seeds, entry, plan)
-    passes = entry.images * sum(views.count for views, _ in stores)
+    passes = entry.benchmark.images * sum(views.count for views, _ in stores)
     seconds = passes * _pass_seconds(plan.encoder)
-    running = sum(_step_seconds(row, plan, entry) for row in rows) * entry.images * len(plan.seeds)
+    running = sum(_step_seconds(row, plan, entry) for row in rows) * entry.benchmark.images * len(plan.seeds)
     size = passes * plan.encoder.dim * BYTES / 1e9
     cells = len(rows) * len(plan.seeds)
-    return Cost(name, column, entry.images, passes, size, seconds / 3600, cells, running / 3600, "dataset not here")
+    return Cost(
+        name, column, entry.benchmark.images, passes, size, seconds / 3600, cells, running / 3600, "dataset not here"
+    )
 
 
 def _unknown(experiment: Experiment, name: str, column: str, dataset: Dataset | str, reason: str) -> Cost:
     entry = recipes.find_recipe(column) if isinstance(dataset, str) else recipe_of(dataset)
     rows = [row for row in experiment.rows if not row.invalid]
-    images = entry.images if isinstance(dataset, str) and entry else len(dataset)
+    images = entry.benchmark.images if isinstance(dataset, str) and entry else len(dataset)
     passes = images * sum(views.count for views, _ in _stores(rows, (1,), entry))
     return Cost(name, column, images, passes, None, None, len(rows), None, reason)
 
@@ -132,7 +134,7 @@ def _step_seconds(row: Row, plan: Plan, entry: Recipe | None, lab: Lab | None = 
         for path in sorted((lab.folder / "cells").glob(f"{lab.dataset.name}-{row.method}-*.json")):
             if noted := timing(lab, path.stem):
                 return noted["seconds"] / noted["images"]
-    classes = len(lab.dataset.classnames) if lab else (entry.classes if entry else 2)
+    classes = len(lab.dataset.classnames) if lab else (entry.benchmark.classes if entry else 2)
     random = torch.Generator().manual_seed(0)
     text = unit(torch.randn(classes, plan.encoder.dim, generator=random))
     views = unit(torch.randn(TRIED, plan.views_of(row.method, entry).count, plan.encoder.dim, generator=random))

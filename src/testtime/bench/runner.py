@@ -156,7 +156,7 @@ def _published(
     label = row.published or row.label
     here = recipes.BACKBONES.get(encoder)
     backbone = here if here in table.rows else next(iter(table.rows))
-    whole = entry is not None and result.get("images", entry.images) == entry.images
+    whole = entry is not None and result.get("images", entry.benchmark.images) == entry.benchmark.images
     dataset = entry.name if entry is not None and entry.name in table.columns else table.columns[0]
     value = table.value(str(backbone), label, dataset)
     same = whole and backbone == here and entry is not None and dataset == entry.name

@@ -72,6 +72,8 @@ def eval_(
     from testtime.evaluate import evaluate, find_dataset, markdown, write_results
 
     datasets = [find_dataset(what, root) for what in data]
+    for line in (line for dataset in datasets for line in dataset.notes):
+        _note(f"note: {line}")
     plan = _plan(
         encoder, output, seeds, track, protocol, views, augmix, template, descriptions, learned, limit, shard, device
     )
@@ -162,6 +164,9 @@ def _experiment(
     if missing := [reason for reason in columns.values() if isinstance(reason, str)]:
         if len(missing) == len(columns):
             raise InputError(f"None of the {len(columns)} datasets of '{name}' is here. {missing[0]}")
+    for dataset in columns.values():
+        for line in [] if isinstance(dataset, str) else dataset.notes:
+            _note(f"note: {line}")
     result = run_bench(name, _plans(experiment, encoder, common), columns, rows)
     write_results(output, name, result, markdown(result))
     if as_json:
@@ -221,11 +226,13 @@ def _systems(
 ) -> None:
     from testtime import load_encoder
     from testtime.bench import systems
-    from testtime.datasets import open_dataset
+    from testtime.evaluate import find_dataset
 
     if data is None:
         raise InputError("systems runs on a dataset of yours: give its folder, as in bench systems FOLDER.")
-    dataset = open_dataset(data)
+    dataset = find_dataset(str(data))
+    for line in dataset.notes:
+        _note(f"note: {line}")
     seed = _numbers(seeds, "--seeds")[0] if seeds else 1
     loaded = load_encoder(encoder or "offline", device=find_device(device))
     plan = systems.Bench(output, loaded, dataset, views or 1, augmix, seed, limit, _note)

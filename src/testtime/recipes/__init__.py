@@ -1,6 +1,7 @@
-"""Recipes: each benchmark's settings, prompts and views as data, and the published numbers to compare with.
+"""Recipes: each benchmark's settings and views as data, and the published numbers to compare with.
 
 One TOML file for each dataset, `methods.toml` for what holds on all of them, `published.toml` for the paper's tables.
+What a dataset holds, and its prompts, are in `testtime.datasets`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
 
+from testtime.datasets.benchmarks import Benchmark, benchmark, folded
 from testtime.registry import method_class, read_setting, unknown
 from testtime.types import InputError
 
@@ -39,22 +41,23 @@ class Views:
 
 
 class Recipe(NamedTuple):
-    """One benchmark: how it is recognised, and how each method is set for it."""
+    """How each method is set for one benchmark."""
 
     name: str
-    title: str
+    title: str  # as the paper spells it
     group: str
-    folders: tuple[str, ...]  # names under which it is found on disk
-    images: int  # in the test part
-    classes: int
-    templates: Mapping[str, str | Sequence[str]]  # by protocol; see `template_set`
     views: Mapping[str, Views]  # by protocol
     settings: Mapping[str, Mapping[str, Any]]  # per dataset, by method
 
     @property
+    def benchmark(self) -> Benchmark:
+        """What the benchmark holds, and where it lies."""
+        return benchmark(self.name)
+
+    @property
     def aliases(self) -> frozenset[str]:
         """The names it goes by, spelling apart."""
-        return frozenset(plain(name) for name in (self.name, self.title, *self.folders))
+        return frozenset(folded(name) for name in (self.name, self.title, *self.benchmark.folders))
 
 
 class Published(NamedTuple):
@@ -74,15 +77,6 @@ class Published(NamedTuple):
         return None if found is None or column not in self.columns else found[self.columns.index(column)]
 
 
-def plain(name: str) -> str:
-    """A name without what spellings differ in.
-
-    >>> plain("Caltech-101") == plain("caltech101")
-    True
-    """
-    return "".join(letter for letter in name.casefold() if letter.isalnum())
-
-
 def recipe(name: str) -> Recipe:
     """The recipe of a benchmark by its short name."""
     if name not in recipes():
@@ -95,8 +89,8 @@ def find_recipe(name: str, classes: int | None = None) -> Recipe | None:
 
     With `classes`, a folder that only shares the name of a benchmark is not taken for it.
     """
-    found = next((entry for entry in recipes().values() if plain(name) in entry.aliases), None)
-    return found if found is None or classes in (None, found.classes) else None
+    found = next((entry for entry in recipes().values() if folded(name) in entry.aliases), None)
+    return found if found is None or classes in (None, found.benchmark.classes) else None
 
 
 @cache
@@ -152,13 +146,10 @@ def seeds_of(protocol: str) -> tuple[int, ...]:
 
 def template_set(templates: str | Sequence[str]) -> tuple[str, ...]:
     """Templates by the name of a set, `imagenet80` among them, or those given."""
+    from testtime.datasets import templates as benchmark_templates
     from testtime.prompts import find_templates
 
-    if templates == "imagenet80":
-        from open_clip import OPENAI_IMAGENET_TEMPLATES  # loaded only for this
-
-        return tuple(template("{}") for template in OPENAI_IMAGENET_TEMPLATES)
-    return find_templates(templates)
+    return benchmark_templates("imagenet-r") if templates == "imagenet80" else find_templates(templates)
 
 
 def read_recipe(name: str, text: str) -> Recipe:
@@ -167,23 +158,19 @@ def read_recipe(name: str, text: str) -> Recipe:
         entry = tomllib.loads(text)
     except tomllib.TOMLDecodeError as problem:
         raise InputError(f"Recipe '{name}' is not TOML: {problem}") from None
-    wanted = {"title", "group", "folders", "images", "classes", "templates", "views", "per-dataset"}
+    wanted = {"title", "group", "views", "per-dataset"}
     if odd := wanted ^ entry.keys():
         what = "lacks" if odd & wanted else "has an unknown entry"
         raise InputError(f"Recipe '{name}' {what} '{sorted(odd & wanted or odd)[0]}'.")
     if entry["group"] not in GROUPS:
         raise unknown(f"group in recipe '{name}'", entry["group"], GROUPS)
     for protocol in PROTOCOLS:
-        if protocol not in entry["templates"] or protocol not in entry["views"]:
-            raise InputError(f"Recipe '{name}' lacks templates or views for '{protocol}'.")
+        if protocol not in entry["views"]:
+            raise InputError(f"Recipe '{name}' lacks views for '{protocol}'.")
     return Recipe(
         name,
         entry["title"],
         entry["group"],
-        tuple(entry["folders"]),
-        entry["images"],
-        entry["classes"],
-        {protocol: entry["templates"][protocol] for protocol in PROTOCOLS},
         {protocol: Views(**entry["views"][protocol]) for protocol in PROTOCOLS},
         {method: _settings(method, chosen) for method, chosen in entry["per-dataset"].items()},
     )
