@@ -1,11 +1,12 @@
 """A sweep of many settings in one pass against the same settings one by one: time and numbers.
 
-    python benchmarks/sweep.py [--settings 64] [--classes 100] [--images 1000] [--device cpu] [--json FILE]
+    python benchmarks/sweep.py [--settings 64] [--classes 100] [--images 1000] [--stream demo] [--json FILE]
 
 Cached features of one view, from a toy stream (D = 512) or, with `--stream demo`, of the packaged photographs.
-Both ways run in this process; the single runs are Sessions, as `testtime replay` makes them. Their time is that of `--singles` of
-them, spread over the grid, times settings over singles. With one thread the two agree bit for bit; with more, the sweep
-gives a core to each group of settings where a single run gives two to a product, and they agree up to rounding.
+Both ways run in this process; the single runs are Sessions, as `testtime replay` makes them. Their time is that of
+`--singles` of them, spread over the grid, times settings over singles. With one thread the two agree bit for bit;
+with more, the sweep gives a core to each group of settings where a single run gives two to a product, and they agree
+up to rounding.
 """
 
 from __future__ import annotations

@@ -3,35 +3,309 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
-from PIL import Image
+import torch
+from small_data import make_folders, make_textures
 
-from testtime import bench as benches
-from testtime import load_encoder
-from testtime.bench import Bench, System, run_systems
+import testtime as tt
+from testtime import load_encoder, recipes
+from testtime.bench import EXPERIMENTS, Bench, System, markdown, report_parts, run_bench, run_systems
+from testtime.bench import systems as benches
+from testtime.bench.cost import cost_lines, estimate, paper_columns
+from testtime.bench.experiments import TEXTS
+from testtime.bench.queues import run_queues, watch_queues
+from testtime.bench.runner import SAME, find_columns, find_experiment
+from testtime.bench.tables import sheets
 from testtime.cli import main
 from testtime.datasets import open_dataset
+from testtime.evaluate import Plan
+from testtime.methods.dpe import DPE
 from testtime.types import InputError
 
 SYSTEMS = (System("zero-shot", "zeroshot"), System("ensemble", "zeroshot", "imagenet7"), System("DPE", "dpe"))
+ONE = [name for name, experiment in EXPERIMENTS.items() if not experiment.datasets]
+
+
+@pytest.fixture(scope="module")
+def encoder():
+    return load_encoder("tiny")
 
 
 @pytest.fixture
 def folders(tmp_path: Path) -> Path:
-    noise = np.random.default_rng(0)
-    for name in ("cat", "dog", "fox"):
-        (tmp_path / "pets" / name).mkdir(parents=True)
-        for number in range(3):
-            pixels = noise.integers(0, 255, (36, 40, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(tmp_path / "pets" / name / f"{number}.png")
-    return tmp_path / "pets"
+    return make_folders(tmp_path / "pets", images=3)
 
 
 @pytest.fixture
-def plan(folders, tmp_path) -> Bench:
+def plan(folders, tmp_path, encoder) -> Bench:
     lines: list[str] = []
-    return Bench(tmp_path / "runs", load_encoder("tiny"), open_dataset(folders), report=lines.append)
+    return Bench(tmp_path / "runs", encoder, open_dataset(folders), report=lines.append)
+
+
+@pytest.fixture
+def experiment_plan(tmp_path, encoder) -> Plan:
+    return Plan(tmp_path / "runs", encoder, report=lambda line: None)
+
+
+def command(*arguments: object) -> int:
+    try:
+        main([str(argument) for argument in arguments])
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return 0
+
+
+# what is run
+
+
+def test_every_row_is_a_method_with_settings_that_it_has_and_a_published_row() -> None:
+    for name, experiment in EXPERIMENTS.items():
+        labels = [row.label for row in experiment.rows]
+        assert len(set(labels)) == len(labels)
+        table = recipes.published().get(experiment.table)
+        assert table is not None or not experiment.table
+        for row in experiment.rows:
+            tt.registry.make_method(row.method, None, dict(row.settings))
+            assert row.text in TEXTS and len(row.at) in (0, len(experiment.axes))
+            if table is not None and not row.invalid and not table.gain:
+                for rows in table.rows.values():
+                    assert (row.published or row.label) in rows, (name, row.label)
+        for dataset in experiment.datasets:
+            assert table is not None and dataset in table.columns
+
+
+def test_every_published_table_belongs_to_an_experiment() -> None:
+    assert {experiment.table for experiment in EXPERIMENTS.values() if experiment.table} == set(recipes.published())
+
+
+@pytest.mark.parametrize("name", ["components", "losses", "learnable", "update-rules"])
+def test_ablations_switch_off_what_their_rows_say(name) -> None:
+    """Rows that name all parts are plain DPE, and every other row changes a setting."""
+    plain = DPE()
+    whole = {"components": "VPE + TPE + PRL", "losses": "both", "learnable": "both", "update-rules": "cumulative"}
+    for row in find_experiment(name).rows:
+        if not row.invalid:
+            assert (tt.registry.make_method("dpe", None, dict(row.settings)) == plain) == (row.label == whole[name])
+
+
+# running
+
+
+@pytest.mark.parametrize("name", ONE)
+def test_each_experiment_runs_on_a_folder_of_ones_own(name, folders, experiment_plan) -> None:
+    dataset = open_dataset(folders)
+    result = run_bench(name, {"tiny": experiment_plan}, {"pets": dataset})
+    ran = [row for row in result["rows"] if "accuracy" in row]
+    assert len(result["rows"]) == len(EXPERIMENTS[name].rows) and len(ran) >= 4
+    assert all(row["images"] == 9 for row in ran)
+    for row in result["rows"]:
+        assert row["published"] is None or row["published_for"] == "imagenet, RN50"
+    page = markdown(result)
+    assert page.startswith(f"# {EXPERIMENTS[name].title}") and "Text on pets" in page
+    assert json.loads(json.dumps(result)) == result
+
+
+def test_experiments_share_features_and_cells(folders, experiment_plan, monkeypatch) -> None:
+    columns = {"pets": open_dataset(folders)}
+    first = run_bench("losses", {"tiny": experiment_plan}, columns)
+    cells = experiment_plan.folder / "cells"
+    count = len(list(cells.iterdir()))
+    monkeypatch.setattr("testtime.encode._encode_part", None)
+    again = run_bench("losses", {"tiny": experiment_plan}, columns)
+    assert again == first and len(list(cells.iterdir())) == count
+    run_bench("steps", {"tiny": experiment_plan}, columns)
+    assert len(list(cells.iterdir())) == count + 4  # one step is plain DPE, which is there
+    assert len(list((experiment_plan.folder / "stores").iterdir())) == 1
+
+
+def test_only_the_rows_asked_for_run(folders, experiment_plan) -> None:
+    result = run_bench("steps", {"tiny": experiment_plan}, {"pets": open_dataset(folders)}, ["2"])
+    assert [row["row"] for row in result["rows"]] == ["2"]
+    with pytest.raises(InputError, match="Unknown row '9'"):
+        run_bench("steps", {"tiny": experiment_plan}, {"pets": open_dataset(folders)}, ["9"])
+
+
+def test_descriptions_fill_the_rows_that_need_them(folders, experiment_plan, tmp_path) -> None:
+    file = tmp_path / "d.json"
+    file.write_text(json.dumps({name: [f"the {name} has a tail", "fur"] for name in ("cat", "dog", "fox")}))
+    columns = {"pets": open_dataset(folders)}
+    without = run_bench("text-only", {"tiny": experiment_plan}, columns)["rows"]
+    assert sum("not run" in row for row in without) == 3
+    plan = Plan(experiment_plan.folder, experiment_plan.encoder, descriptions=file, report=print)
+    rows = run_bench("text-only", {"tiny": plan}, columns)["rows"]
+    assert all("accuracy" in row for row in rows)
+    assert rows[2]["text"]["templates"] == [] and rows[2]["text"]["descriptions"]
+
+
+# published beside measured
+
+
+def test_published_numbers_are_ours_only_for_the_same_dataset_backbone_and_images(
+    tmp_path, experiment_plan, monkeypatch
+) -> None:
+    make_folders(tmp_path / "sets" / "oxford_pets", [f"pet {n}" for n in range(37)], images=1)
+    dataset = open_dataset(tmp_path / "sets" / "oxford_pets")
+    keep = ["CLIP", "DPE"]
+    rows = run_bench("cross", {"tiny": experiment_plan}, {"oxford-pets": dataset}, keep)["rows"]
+    assert [row["published_for"] for row in rows] == ["oxford-pets, RN50"] * 2  # another backbone
+    assert [row["published"] for row in rows] == [83.57, 85.97]
+    monkeypatch.setitem(recipes.BACKBONES, "tiny", "ViT-B/16")
+    rows = run_bench("cross", {"tiny": experiment_plan}, {"oxford-pets": dataset}, keep)["rows"]
+    assert [row["published"] for row in rows] == [88.25, 91.14]
+    assert [row["published_for"] for row in rows] == ["oxford-pets, ViT-B/16"] * 2  # 37 images, and not 3,669
+    small = recipes.recipe("oxford-pets").benchmark._replace(images=37)
+    monkeypatch.setattr("testtime.recipes.benchmark", lambda name: small)
+    rows = run_bench("cross", {"tiny": experiment_plan}, {"oxford-pets": dataset}, keep)["rows"]
+    assert [row["published_for"] for row in rows] == [SAME] * 2
+
+
+def test_a_table_of_benchmarks_says_what_is_missing(tmp_path, experiment_plan) -> None:
+    columns = find_columns(find_experiment("cross"), make_textures(tmp_path / "sets"))
+    assert len(columns) == 10 and isinstance(columns["eurosat"], str)
+    result = run_bench("cross", {"tiny": experiment_plan, "other": "no weights"}, columns, ["CLIP", "DPE", "DiffTPT"])
+    ran = [(row["encoder"], row["column"]) for row in result["rows"] if "accuracy" in row]
+    assert ran == [("tiny", "dtd")] * 2
+    first, second = sheets(result)
+    assert first.header == ["method", *columns, "average"]
+    assert first.rows[0][4].endswith("(40.37)") and not first.rows[0][4].startswith("-")
+    assert first.rows[0][-1] == "- (55.82)" and second.rows[0][4] == "- (40.37)"
+    page = markdown(result)
+    assert "EuroSAT is not in" in page and "no weights" in page and "diffusion" in page
+
+
+def test_the_published_spread_and_the_mean_of_all_datasets_are_shown(tmp_path, experiment_plan) -> None:
+    make_folders(tmp_path / "own", images=2)
+    columns = {name: open_dataset(tmp_path / "own") for name in EXPERIMENTS["ood"].datasets}
+    result = run_bench("ood", {"tiny": experiment_plan}, columns, ["CLIP"])
+    line = sheets(result)[0].rows[0]
+    accuracy = f"{100 * result['rows'][0]['accuracy']:.2f}"
+    assert line[-2:] == [f"{accuracy} (44.18)", f"{accuracy} (40.69)"]
+
+
+# figures
+
+
+def test_two_axes_make_a_grid_and_one_makes_a_line_for_each_setting(folders, experiment_plan) -> None:
+    columns = {"pets": open_dataset(folders)}
+    grid = report_parts(run_bench("tau-queue", {"tiny": experiment_plan}, columns))["grids"][0]
+    assert grid.keys() == {"title", "x", "xs", "y", "ys", "values"}
+    assert grid["xs"] == [1, 2, 3, 4, 5, 6, 7] and grid["ys"][0] == 0.0
+    assert len(grid["values"]) == 6 and all(len(row) == 7 and None not in row for row in grid["values"])
+    series = report_parts(run_bench("alpha-beta", {"tiny": experiment_plan}, columns))["series"]
+    assert [part["x"] for part in series] == ["alpha", "beta"] and series[0]["xs"] == [2.5, 4.0, 5.0, 6.0, 7.5, 10.0]
+    assert series[0]["lines"]["published (imagenet, RN50)"][3] == pytest.approx(0.6341)
+    assert report_parts(run_bench("losses", {"tiny": experiment_plan}, columns)) == {"grids": [], "series": []}
+
+
+def test_queues_are_traced_to_the_images_that_fill_them() -> None:
+    task, stream, _ = tt.toy()
+    views = stream[:, :1]
+    for held in watch_queues(task, DPE(queue=2), views.split(16), [5, 60, 160]):
+        assert torch.allclose(held.features, tt.ops.unit(views[held.places, 0]), atol=1e-6)
+        assert int(held.places.max()) < held.images and len(held.places.unique()) == len(held.places)
+
+
+def test_the_map_of_queues_has_a_place_for_every_feature(tmp_path, experiment_plan, monkeypatch) -> None:
+    dataset = open_dataset(make_folders(tmp_path / "more", images=6))
+    result = run_queues(experiment_plan, dataset, [6, 18])
+    assert [moment["images"] for moment in result["moments"]] == [6, 18]
+    for moment, places in zip(result["moments"], result["maps"], strict=True):
+        assert len(places) == moment["features"] and 0 <= moment["purity"] <= 1
+    monkeypatch.setattr("testtime.bench.queues.watch_queues", None)
+    assert run_queues(experiment_plan, dataset, [6, 18]) == result
+    with pytest.raises(InputError, match="from 1 to 18"):
+        run_queues(experiment_plan, dataset, [19])
+
+
+# cost
+
+
+def test_a_dry_run_counts_what_is_still_to_do(folders, experiment_plan) -> None:
+    experiment, columns = find_experiment("losses"), {"pets": open_dataset(folders)}
+    before = estimate(experiment, {"tiny": experiment_plan}, columns)[0]
+    assert (before.images, before.passes, before.cells) == (9, 9, 4)
+    assert before.gigabytes == pytest.approx(9 * 32 * 2 / 1e9) and before.encoding_hours and before.running_hours
+    assert not experiment_plan.folder.exists()
+    run_bench("losses", {"tiny": experiment_plan}, columns, ["both"])
+    after = estimate(experiment, {"tiny": experiment_plan}, columns)[0]
+    assert (after.passes, after.cells, after.encoding_hours) == (0, 3, 0)
+
+
+def test_a_dry_run_knows_the_size_of_benchmarks_that_are_not_here(experiment_plan) -> None:
+    experiment = find_experiment("openclip-l14")
+    costs = estimate(experiment, {"tiny": experiment_plan, "large": "no weights"}, paper_columns(experiment))
+    imagenet = costs[0]
+    # 64 views for CLIP and DPE, one more store of one view for TDA
+    assert (imagenet.images, imagenet.passes, imagenet.cells) == (50000, 50000 * 65, 3)
+    assert imagenet.why == "dataset not here" and imagenet.encoding_hours
+    assert costs[5].why == "no weights" and costs[5].gigabytes is None and costs[5].passes == imagenet.passes
+    lines = cost_lines(costs)
+    assert lines[-1][0] == "all" and lines[-1][4] == "?" and len(lines) == 12
+    with_tower = estimate(find_experiment("efficiency"), {"tiny": experiment_plan}, {"dtd": "not given"})[0]
+    assert with_tower.running_hours
+
+
+# the command
+
+
+def test_the_command_prints_writes_and_explains(folders, tmp_path, capsys) -> None:
+    assert command("bench", "list") == 0
+    assert "tau-queue" in capsys.readouterr().out
+    common = ("--encoder", "tiny", "--out", tmp_path / "o")
+    assert command("bench", "losses", folders, *common) == 0
+    shown = capsys.readouterr()
+    assert "alignment" in shown.out and "63.41" in shown.out and "losses.md" in shown.err
+    assert "| both |" in (tmp_path / "o" / "losses.md").read_text()
+    assert command("bench", "losses", folders, *common, "--json") == 0
+    assert json.loads(capsys.readouterr().out) == json.loads((tmp_path / "o" / "losses.json").read_text())
+    assert command("bench", "losses", folders, *common, "--dry-run") == 0
+    assert "hours" in capsys.readouterr().out
+    assert command("bench", "ood", "--encoder", "tiny", "--dry-run", "--json") == 0
+    assert json.loads(capsys.readouterr().out)[0]["images"] == 50000
+    assert command("bench", "tsne", folders, *common, "--after", "4,9") == 0
+    assert "| 9 |" in capsys.readouterr().out
+    assert command("bench", "tsne", folders, *common, "--after", "4,9", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["moments"][1]["images"] == 9
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["losses"], "give its folder"),
+        (["tsne"], "give its folder"),
+        (["systems"], "give its folder"),
+        (["ood"], "None of the 5 datasets"),
+        (["sistems"], "Did you mean 'systems'"),
+        (["ood", "SETS"], "None of the 5 datasets"),
+        (["losses", "SETS/pets", "--seeds", "a"], "--seeds a"),
+    ],
+)
+def test_what_cannot_run_is_exit_code_two(arguments, message, tmp_path, capsys) -> None:
+    make_folders(tmp_path / "sets" / "pets", images=1)
+    given = [argument.replace("SETS", str(tmp_path / "sets")) for argument in arguments]
+    assert command("bench", *given, "--encoder", "tiny", "--out", tmp_path / "o") == 2
+    assert message in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_encoders_that_cannot_be_loaded_leave_a_reason_in_every_row(tmp_path, capsys, monkeypatch) -> None:
+    def absent(name: str, device: object = None) -> None:
+        raise InputError(f"no weights of {name}")
+
+    monkeypatch.setattr("testtime.load_encoder", absent)
+    make_textures(tmp_path)
+    assert command("bench", "cross", tmp_path, "--out", tmp_path / "o") == 2
+    shown = capsys.readouterr()
+    assert "40.37" in shown.out and "no weights of open_clip:RN50/openai" in shown.err
+    assert command("bench", "losses", tmp_path / "dtd", "--out", tmp_path / "o") == 2
+
+
+def test_rows_with_learned_prompts_ask_for_them(folders, experiment_plan) -> None:
+    result = run_bench("coop", {"tiny": experiment_plan}, {"imagenet": open_dataset(folders)})
+    assert all("--prompts FILE" in row["not run"] or "diffusion" in row["not run"] for row in result["rows"])
+    assert result["rows"][-1]["published"] == 64.86 and result["rows"][-1]["published_spread"] == 0.18
+
+
+# every system
 
 
 def test_every_system_gets_a_row_with_accuracy_time_and_memory(plan) -> None:
@@ -87,7 +361,7 @@ def test_an_interrupted_bench_ends_with_the_same_rows(plan, tmp_path, monkeypatc
 def test_a_system_that_cannot_run_says_what_it_needs_and_is_tried_again(plan) -> None:
     row = run_systems(plan, (System("CoOp", "zeroshot", coop=True),))[0]
     assert "--prompts" in row["skipped"]
-    assert not (plan.folder / "cells" / "coop.json").exists()
+    assert not (plan.folder / "systems" / "coop.json").exists()
 
 
 def test_another_bench_in_the_same_folder_is_refused(plan) -> None:
@@ -96,22 +370,14 @@ def test_another_bench_in_the_same_folder_is_refused(plan) -> None:
         run_systems(plan._replace(seed=2), SYSTEMS[:1])
 
 
-def test_the_command_prints_a_table_and_json(folders, tmp_path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(benches, "run_systems", lambda plan, prompts=None: run_systems(plan, SYSTEMS, prompts))
-    arguments = ["bench", "systems", str(folders), "--encoder", "tiny", "--out", str(tmp_path / "b")]
+def test_the_command_prints_a_table_of_systems_and_json(folders, tmp_path, capsys, monkeypatch) -> None:
+    systems = (*SYSTEMS, System("CoOp", "zeroshot", coop=True))
+    monkeypatch.setattr(benches, "run_systems", lambda plan, prompts=None: run_systems(plan, systems, prompts))
+    arguments = ["bench", "systems", folders, "--encoder", "tiny", "--out", tmp_path / "b"]
     for extra in ([], ["--json"]):
-        try:
-            main([*arguments, *extra])
-        except SystemExit as stop:
-            assert not stop.code
+        assert command(*arguments, *extra) == 0
         text = capsys.readouterr().out
         if extra:
-            assert [row["system"] for row in json.loads(text)["rows"]] == ["zero-shot", "ensemble", "DPE"]
+            assert [row["system"] for row in json.loads(text)["rows"]] == ["zero-shot", "ensemble", "DPE", "CoOp"]
         else:
-            assert "DPE" in text and "%" in text
-
-
-def test_an_unknown_experiment_is_an_error(folders, capsys) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main(["bench", "sistems", str(folders)])
-    assert stop.value.code == 2 and "Did you mean 'systems'" in capsys.readouterr().err
+            assert "DPE" in text and "%" in text and "not run" in text

@@ -1,83 +1,340 @@
-"""`testtime bench`."""
+"""`testtime eval` and `testtime bench`."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from testtime.commands.options import (
-    AugMix,
-    Device,
-    EncoderName,
-    Limit,
-    Seed,
-    Views,
-)
+from testtime.commands.options import Device, EncoderName, Limit, Templates
 from testtime.devices import find_device
 from testtime.terminal import err, out, percent
 from testtime.types import InputError
 
 app = typer.Typer()
+WIDE = 240  # characters of a line in a pipe
+
+Seeds = Annotated[str | None, typer.Option("--seeds", help="Seeds with commas between; else the protocol's.")]
+Track = Annotated[str, typer.Option("--track", help="Settings: one-setting for all datasets, or per-dataset.")]
+Protocol = Annotated[
+    str, typer.Option("--protocol", help="Views, templates and DPE as released, or as in the paper: released, paper.")
+]
+RecipeViews = Annotated[
+    int | None, typer.Option("--views", help="Views per image; else as the dataset's recipe says, 1 for your own.")
+]
+RecipeAugMix = Annotated[bool, typer.Option("--augmix", help="With --views: mix the random crops with AugMix.")]
+Described = Annotated[
+    Path | None,
+    typer.Option("--descriptions", help="JSON of class name -> sentences (CuPL), or a folder with one per dataset."),
+]
+Learned = Annotated[Path | None, typer.Option("--prompts", help="Learned prompts (CoOp), for what uses them.")]
+Out = Annotated[Path, typer.Option("--out", "-o", help="Folder for features, cells and tables.")]
+Json = Annotated[bool, typer.Option("--json", help="The rows as JSON on standard output.")]
+Shard = Annotated[int, typer.Option("--shard", help="Images to a shard of features; an interrupt loses one.")]
 
 
-@app.command(epilog="Example:  testtime bench systems caltech-101/ --encoder offline --out runs/systems")
-def bench(
-    name: Annotated[str, typer.Argument(metavar="systems", help="Which experiment.")],
-    data: Annotated[Path, typer.Argument(help="A folder of class folders, or one with a split_zhou_*.json.")],
+@app.command(
+    "eval",
+    epilog="Example:  testtime eval caltech-101/ --encoder offline --methods zeroshot,tda,dpe --seeds 1,2,3",
+)
+def eval_(
+    data: Annotated[list[str], typer.Argument(help="Folders of labelled images, or benchmarks by name with --root.")],
+    methods: Annotated[str, typer.Option("--methods", help="With commas between; dpe:paper for a preset.")] = (
+        "zeroshot,dpe"
+    ),
+    root: Annotated[Path | None, typer.Option("--root", help="The folder that holds the benchmarks.")] = None,
     encoder: EncoderName = "offline",
-    views: Views = 1,
-    augmix: AugMix = False,
-    seed: Seed = 1,
+    seeds: Seeds = None,
+    track: Track = "one-setting",
+    protocol: Protocol = "released",
+    views: RecipeViews = None,
+    augmix: RecipeAugMix = False,
+    template: Templates = None,
+    descriptions: Described = None,
+    learned: Learned = None,
+    limit: Limit = None,
+    shard: Shard = 256,
+    device: Device = "auto",
+    output: Out = Path("runs"),
+    as_json: Json = False,
+) -> None:
+    """Score methods on labelled images: mean and spread over seeds. Started again, it goes on where it was.
+
+    Views are encoded once and kept in --out; every method then runs over them. results.json and results.md there
+    hold no times: the same command gives the same bytes, however often it was interrupted.
+    """
+    from testtime.evaluate import evaluate, find_dataset, markdown, write_results
+
+    datasets = [find_dataset(what, root) for what in data]
+    for line in (line for dataset in datasets for line in dataset.notes):
+        _note(f"note: {line}")
+    plan = _plan(
+        encoder, output, seeds, track, protocol, views, augmix, template, descriptions, learned, limit, shard, device
+    )
+    result = evaluate(plan, datasets, [name.strip() for name in methods.split(",") if name.strip()])
+    write_results(output, "results", result, markdown(result))
+    if as_json:
+        print(json.dumps(result))
+        return
+    lines = []
+    for row in result["rows"]:
+        spread = "" if row.get("spread") is None else f"{100 * row['spread']:.2f}"
+        shown = percent(row["accuracy"]) if "accuracy" in row else "not run"
+        lines.append([row["dataset"], row["method"], shown, spread])
+    _print(f"{encoder}, {track}, {plan.protocol}", ["dataset", "method", "accuracy", "spread"], lines, left=2)
+    for row in result["rows"]:
+        if "not run" in row:
+            _note(f"{row['method']} on {row['dataset']}: {row['not run']}")
+    _note(f"Written to {output}/results.json and results.md.")
+
+
+@app.command(epilog="Example:  testtime bench components caltech-101/ --encoder offline --out runs/caltech")
+def bench(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Which experiment; 'testtime bench list' names them.")],
+    data: Annotated[
+        Path | None, typer.Argument(help="A dataset's folder; for tables of benchmarks, the folder that holds them.")
+    ] = None,
+    encoder: Annotated[
+        str | None, typer.Option("--encoder", "-e", help="See 'list encoders'; else the experiment's own.")
+    ] = None,
+    seeds: Seeds = None,
+    track: Track = "one-setting",
+    protocol: Protocol = "released",
+    views: RecipeViews = None,
+    augmix: RecipeAugMix = False,
+    descriptions: Described = None,
+    learned: Learned = None,
+    rows: Annotated[
+        list[str] | None, typer.Option("--row", help="Only this row of the table; may be given again.")
+    ] = None,
+    after: Annotated[str | None, typer.Option("--after", help="tsne: numbers of images, with commas between.")] = None,
     limit: Limit = None,
     device: Device = "auto",
-    learned: Annotated[
-        Path | None, typer.Option("--prompts", help="Learned prompts (CoOp), for the systems that use them.")
-    ] = None,
-    output: Annotated[Path, typer.Option("--out", "-o", help="Folder for features and finished cells.")] = Path("runs"),
-    as_json: Annotated[bool, typer.Option("--json", help="The rows as JSON on standard output.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it will cost, and do nothing.")] = False,
+    output: Out = Path("runs"),
+    as_json: Json = False,
 ) -> None:
-    """Run every system over a dataset and print one table. Started again, it goes on where it was."""
-    from testtime import load_encoder, registry
-    from testtime.bench import Bench, run_systems
-    from testtime.datasets import open_dataset
+    """Run one of the paper's tables or figures. Started again, it goes on where it was.
 
-    if name != "systems":
-        raise registry.unknown("experiment", name, ["systems"])
-    dataset = open_dataset(data)
-    for note in dataset.notes:
-        err.print(f"[yellow]note[/] {escape(note)}", highlight=False, soft_wrap=True)
-    if dataset.labels is None:
-        raise InputError(f"{data} has no labels to score with: put images in folders named after their classes.")
-    loaded = load_encoder(encoder, device=find_device(device))
-    plan = Bench(output, loaded, dataset, views, augmix, seed, limit, lambda line: err.print(line, highlight=False))
-    rows = run_systems(plan, prompts=learned)
+    Experiments over one folder given as --out share its features. NAME.json and NAME.md are written there too.
+    """
+    from testtime.bench import EXPERIMENTS
+
+    if name == "list":
+        lines = [[key, entry.title] for key, entry in EXPERIMENTS.items()]
+        lines += [["tsne", "What the queues hold, early and late"], ["systems", "Every system: accuracy, time, memory"]]
+        _print("", ["name", "what it shows"], lines, left=2)
+        return
+    if name == "systems":
+        _systems(data, encoder, views, augmix, seeds, limit, device, learned, output, as_json)
+        return
+    common = (output, seeds, track, protocol, views, augmix, None, descriptions, learned, limit, 256, device)
+    if name == "tsne":
+        _queues(data, encoder or "offline", common, after, output, as_json)
+        return
+    _experiment(name, data, encoder, common, rows, dry_run, output, as_json)
+
+
+def _experiment(
+    name: str,
+    data: Path | None,
+    encoder: str | None,
+    common: tuple[Any, ...],
+    rows: list[str] | None,
+    dry_run: bool,
+    output: Path,
+    as_json: bool,
+) -> None:
+    from testtime.bench import markdown, run_bench
+    from testtime.bench.runner import find_columns, find_experiment
+    from testtime.bench.tables import remarks, sheets
+    from testtime.evaluate import write_results
+
+    experiment = find_experiment(name)
+    if dry_run:
+        _dry_run(experiment, data, encoder, common, as_json)
+        return
+    columns = find_columns(experiment, data)
+    if missing := [reason for reason in columns.values() if isinstance(reason, str)]:
+        if len(missing) == len(columns):
+            raise InputError(f"None of the {len(columns)} datasets of '{name}' is here. {missing[0]}")
+    for dataset in columns.values():
+        for line in [] if isinstance(dataset, str) else dataset.notes:
+            _note(f"note: {line}")
+    result = run_bench(name, _plans(experiment, encoder, common), columns, rows)
+    write_results(output, name, result, markdown(result))
+    if as_json:
+        print(json.dumps(result))
+    else:
+        for sheet in sheets(result):
+            _print(sheet.title, sheet.header, sheet.rows)
+        for line in remarks(result):
+            _note(line)
+        _note(f"Written to {output}/{name}.json and {name}.md.")
+    if not any("accuracy" in row for row in result["rows"]):
+        raise InputError(f"No row of '{name}' could run. {result['rows'][0]['not run']}")
+
+
+def _dry_run(experiment: Any, data: Path | None, encoder: str | None, common: tuple[Any, ...], as_json: bool) -> None:
+    from testtime.bench.cost import cost_lines, estimate, paper_columns
+    from testtime.bench.runner import find_columns
+
+    columns = find_columns(experiment, data) if data else paper_columns(experiment)
+    costs = estimate(experiment, _plans(experiment, encoder, common), columns)
+    if as_json:
+        print(json.dumps([cost._asdict() for cost in costs]))
+        return
+    header, *lines = cost_lines(costs)
+    _print("Still to do", header, lines, left=2)
+
+
+def _queues(
+    data: Path | None, encoder: str, common: tuple[Any, ...], after: str | None, output: Path, as_json: bool
+) -> None:
+    from testtime.bench.queues import queues_markdown, run_queues
+    from testtime.evaluate import find_dataset, write_results
+
+    if data is None:
+        raise InputError("tsne runs on a dataset of yours: give its folder, as in bench tsne FOLDER.")
+    moments = None if after is None else _numbers(after, "--after")
+    result = run_queues(_plan(encoder, *common), find_dataset(str(data)), moments)
+    write_results(output, "tsne", result, queues_markdown(result))
+    if as_json:
+        print(json.dumps(result))
+        return
+    print(queues_markdown(result))
+    _note(f"Places on the map are in {output}/tsne.json.")
+
+
+def _systems(
+    data: Path | None,
+    encoder: str | None,
+    views: int | None,
+    augmix: bool,
+    seeds: str | None,
+    limit: int | None,
+    device: str,
+    learned: Path | None,
+    output: Path,
+    as_json: bool,
+) -> None:
+    from testtime import load_encoder
+    from testtime.bench import systems
+    from testtime.evaluate import find_dataset
+
+    if data is None:
+        raise InputError("systems runs on a dataset of yours: give its folder, as in bench systems FOLDER.")
+    dataset = find_dataset(str(data))
+    for line in dataset.notes:
+        _note(f"note: {line}")
+    seed = _numbers(seeds, "--seeds")[0] if seeds else 1
+    loaded = load_encoder(encoder or "offline", device=find_device(device))
+    plan = systems.Bench(output, loaded, dataset, views or 1, augmix, seed, limit, _note)
+    rows = systems.run_systems(plan, prompts=learned)
     if as_json:
         print(json.dumps({"facts": plan.facts(), "rows": rows}))
         return
-    table = Table(
-        title=f"{dataset.name}, {encoder}, {views} view{'s' * (views > 1)}, seed {seed}", title_justify="left"
-    )
-    for column in ("system", "accuracy", "gain", "ms per image", "peak MB", "state MB"):
-        table.add_column(column, justify="left" if column == "system" else "right")
     base = next((row["accuracy"] for row in rows if "accuracy" in row), 0.0)
-    for row in rows:
-        if "skipped" in row:
-            table.add_row(row["system"], "[dim]not run[/]", "", "", "", "")
-            continue
-        table.add_row(
+    lines = [
+        [row["system"], "not run", "", "", "", ""]
+        if "skipped" in row
+        else [
             row["system"],
             percent(row["accuracy"]),
             f"{100 * (row['accuracy'] - base):+.2f}",
             f"{row['milliseconds']:.2f}",
             f"{row['peak_megabytes']:.1f}",
             f"{row['state_megabytes']:.1f}",
-        )
-    out.print(table)
+        ]
+        for row in rows
+    ]
+    title = f"{dataset.name}, {loaded.name}, {plan.views} view{'s' * (plan.views > 1)}, seed {seed}"
+    _print(title, ["system", "accuracy", "gain", "ms per image", "peak MB", "state MB"], lines)
     for row in rows:
         if "skipped" in row:
-            err.print(f"{row['system']}: {escape(row['skipped'])}", highlight=False, soft_wrap=True)
+            _note(f"{row['system']}: {row['skipped']}")
+
+
+def _plan(
+    encoder: str,
+    output: Path,
+    seeds: str | None,
+    track: str,
+    protocol: str,
+    views: int | None,
+    augmix: bool,
+    template: list[str] | None,
+    descriptions: Path | None,
+    learned: Path | None,
+    limit: int | None,
+    shard: int,
+    device: str,
+) -> Any:
+    from testtime import load_encoder, recipes
+    from testtime.evaluate import Plan
+
+    if views is not None and views < 1:
+        raise InputError(f"--views {views}: at least the image itself is needed, so 1 or more.")
+    if augmix and views is None:
+        raise InputError("--augmix goes with --views N; without it, the recipe decides on both.")
+    chosen = _numbers(seeds, "--seeds") if seeds else recipes.seeds_of(protocol)
+    one = template[0] if template and len(template) == 1 else template  # one may be the name of a set
+    loaded = load_encoder(encoder, device=find_device(device))
+    return Plan(
+        output,
+        loaded,
+        tuple(chosen),
+        track,
+        protocol,
+        None if views is None else recipes.Views(views, augmix),
+        recipes.template_set(one) if one else None,
+        descriptions,
+        learned,
+        limit,
+        shard,
+        _note,
+    )
+
+
+def _plans(experiment: Any, encoder: str | None, common: tuple[Any, ...]) -> dict[str, Any]:
+    """A plan for each encoder; where one cannot be loaded and none was asked for by name, why."""
+    if encoder is not None:
+        plan = _plan(encoder, *common)
+        return {plan.encoder.name: plan}
+    plans: dict[str, Any] = {}
+    for name in experiment.encoders:
+        try:
+            plans[name] = _plan(name, *common)
+        except InputError as reason:
+            if len(experiment.encoders) == 1 and not experiment.datasets:
+                raise
+            plans[name] = str(reason)
+    return plans
+
+
+def _numbers(text: str, option: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise InputError(f"{option} {text}: whole numbers with commas between, as in 1,2,3.") from None
+    return numbers
+
+
+def _print(title: str, header: Sequence[str], lines: Sequence[Sequence[str]], left: int = 1) -> None:
+    """A table; in a pipe as wide as it needs to be."""
+    table = Table(title=escape(title) or None, title_justify="left")
+    for place, column in enumerate(header):
+        table.add_column(escape(column), justify="left" if place < left else "right", no_wrap=place < left)
+    for line in lines:
+        table.add_row(*map(escape, line))
+    (out if out.is_terminal else Console(width=WIDE)).print(table)
+
+
+def _note(line: str) -> None:
+    err.print(escape(line), highlight=False, soft_wrap=True)

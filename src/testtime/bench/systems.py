@@ -1,7 +1,7 @@
-"""Experiments as tables: every system over one dataset, cell by cell, going on where an earlier run stopped.
+"""Every system over one dataset: accuracy, time and memory, going on where an earlier run stopped.
 
-A cell is one system's run, a JSON file in the output folder, written whole when the run is done. Features are
-encoded once, in shards. Whatever was finished is not done again.
+A cell is one system's run, a JSON file in the output folder, written whole when the run is done. Unlike those of
+other experiments it holds time and memory, which are what this one is about.
 """
 
 from __future__ import annotations
@@ -17,17 +17,16 @@ import torch
 
 from testtime import __version__, registry
 from testtime import oracle as oracles
+from testtime.cells import Lab
 from testtime.datasets import Dataset
-from testtime.encode import encode
 from testtime.engine import Session
 from testtime.features import Features
 from testtime.files import write_atomic
 from testtime.memory import Peak
 from testtime.methods.base import leaves
 from testtime.prompts import build_task
+from testtime.recipes import Views
 from testtime.types import Encoder, InputError, MissingPart, Task
-
-SHARD = 256  # images; an interrupt loses at most these
 
 
 class System(NamedTuple):
@@ -85,26 +84,9 @@ class Bench(NamedTuple):
         }
 
     def features(self) -> Features:
-        """The dataset's features, encoded once; an interrupted encoding goes on at its last shard."""
-        store = self.folder / "features"
-        dataset = self.dataset
-        task = build_task(self.encoder, dataset.classnames, allow_duplicates=True)
-        encode(
-            self.encoder,
-            task,
-            dataset.paths,
-            store,
-            labels=dataset.labels,
-            views=self.views,
-            augmix=self.augmix,
-            seed=self.seed,
-            shard=SHARD,
-            dataset=dataset.name,
-            resume=True,
-            on_skip=lambda line: self.report(f"skipped {line}"),
-            progress=lambda done: self.report(f"encoded {done} of {len(dataset)}"),
-        )
-        return Features(store)
+        """The dataset's features, shared with every other experiment in the folder."""
+        lab = Lab(self.folder, self.encoder, self.dataset, report=self.report)
+        return lab.store(Views(self.views, self.augmix), self.seed)
 
 
 def run_systems(bench: Bench, systems: Sequence[System] = SYSTEMS, prompts: Path | None = None) -> list[dict[str, Any]]:
@@ -116,7 +98,7 @@ def run_systems(bench: Bench, systems: Sequence[System] = SYSTEMS, prompts: Path
     store = bench.features()
     rows = []
     for system in systems:
-        cell = bench.folder / "cells" / f"{system.name.lower().replace(' ', '')}.json"
+        cell = bench.folder / "systems" / f"{system.name.lower().replace(' ', '')}.json"
         if cell.exists():
             row = json.loads(cell.read_text())
             bench.report(f"{system.name}: done before")
@@ -178,7 +160,7 @@ def _task(bench: Bench, system: System, prompts: Path | None) -> Task:
 
 def _same_facts(bench: Bench) -> None:
     """Refuse to go on in a folder whose cells were made from something else."""
-    path = bench.folder / "bench.json"
+    path = bench.folder / "systems" / "facts.json"
     facts = bench.facts()
     if not path.exists():
         write_atomic(path, json.dumps(facts, indent=1) + "\n")

@@ -1,0 +1,20 @@
+"""The paper's tables and figures as declarative experiments, cell by cell, going on where an earlier run stopped."""
+
+from testtime.bench.experiments import EXPERIMENTS, Experiment, Row
+from testtime.bench.runner import find_columns, run_bench
+from testtime.bench.systems import SYSTEMS, Bench, System, run_systems
+from testtime.bench.tables import markdown, report_parts
+
+__all__ = [
+    "EXPERIMENTS",
+    "SYSTEMS",
+    "Bench",
+    "Experiment",
+    "Row",
+    "System",
+    "find_columns",
+    "markdown",
+    "report_parts",
+    "run_bench",
+    "run_systems",
+]

@@ -1,0 +1,306 @@
+"""Cells: one method's run over one stream, done once and kept, so that an experiment goes on where it was stopped.
+
+A cell is a JSON file, written whole when its run is done. It holds what the numbers depend on and the numbers, no
+time and no machine: the same experiment gives the same bytes, however often it was interrupted. Times lie apart.
+
+    folder/stores/     features by dataset, encoder, views and seed, in shards
+    folder/text/       text prototypes
+    folder/cells/      results
+    folder/timings/    how long each of them took, and on what
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from testtime import __version__, files, registry
+from testtime.datasets import Dataset
+from testtime.encode import encode
+from testtime.features import Features
+from testtime.metrics import accuracy, expected_calibration_error, macro_f1
+from testtime.prompts import build_task, check_classes
+from testtime.recipes import Views
+from testtime.sweeps import sweep
+from testtime.types import Encoder, InputError, Method, MissingPart, Task
+
+SHARD = 256  # images; an interrupt loses at most these
+CHUNK = 64  # images read at a time
+LOGITS = 2**28  # bytes of logits kept while several settings run side by side
+SUBSET_SEED = 0  # of the images that a limit leaves, which are the same for every seed of the stream
+ONE_VIEW_SEED = 1  # without random views there is one store for every seed
+
+
+class Text(NamedTuple):
+    """What the text prototypes are made of."""
+
+    templates: tuple[str, ...] = ("a photo of a {}.",)
+    descriptions: Path | None = None  # JSON of sentences by class
+    learned: Path | None = None  # a learned prompt in place of both
+
+    def facts(self) -> dict[str, Any]:
+        """The text as plain data; files by their content, so that a file of the same name is not mistaken."""
+        return {
+            "templates": list(self.templates) if self.learned is None else [],
+            "descriptions": _digest(self.descriptions),
+            "learned": _digest(self.learned),
+        }
+
+
+class Cell(NamedTuple):
+    """One run: a method with its settings, on views of a kind, in the order of a seed."""
+
+    method: Method
+    text: Text = Text()
+    views: Views = Views()
+    seed: int = 1
+
+
+@dataclass
+class Lab:
+    """A dataset and an encoder, and the folder where what they give is kept."""
+
+    folder: Path
+    encoder: Encoder
+    dataset: Dataset
+    limit: int | None = None
+    shard: int = SHARD
+    report: Callable[[str], None] = print
+    tasks: dict[Any, Task] = field(default_factory=dict, repr=False)
+    stores: dict[Path, Features] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.limit is not None and self.limit < 1:
+            raise InputError(f"limit={self.limit}: at least one image is needed.")
+        if self.dataset.labels is None:
+            raise InputError(f"{self.dataset.name} has no labels to score with.")
+        self.folder = Path(self.folder)
+        self.labels = list(self.dataset.labels)
+
+    @property
+    def indices(self) -> list[int]:
+        """The images taken, as rows of the dataset: all, or a random subset that no seed changes."""
+        count = len(self.dataset)
+        if self.limit is None or self.limit >= count:
+            return list(range(count))
+        chosen = torch.randperm(count, generator=torch.Generator().manual_seed(SUBSET_SEED))[: self.limit]
+        return sorted(chosen.tolist())
+
+    def facts(self, cell: Cell) -> dict[str, Any]:
+        """All that a cell's numbers depend on."""
+        return {
+            "dataset": self.dataset.name,
+            "images": len(self.indices),
+            "classes": len(self.dataset.classnames),
+            "data": self._data_mark(),
+            "encoder": self.encoder.name,
+            "views": cell.views.count,
+            "augmix": cell.views.augmix,
+            "seed": cell.seed,
+            "method": cell.method.name,
+            "settings": registry.settings_of(cell.method),
+            "text": cell.text.facts(),
+        }
+
+    def path(self, cell: Cell) -> Path:
+        """Where the cell's result is, or will be."""
+        mark = _mark(self.facts(cell))
+        return self.folder / "cells" / f"{_slug(self.dataset.name)}-{cell.method.name}-{mark}.json"
+
+    def store_path(self, views: Views, seed: int) -> Path:
+        """Where the features are, or will be."""
+        name = f"{_slug(self.dataset.name)}-{_slug(self.encoder.name)}-{views.count}{'-augmix' * views.augmix}"
+        name += f"-seed{seed}" if views.count > 1 else ""
+        name += f"-{len(self.indices)}" if len(self.indices) < len(self.dataset) else ""
+        return self.folder / "stores" / name
+
+    def store(self, views: Views, seed: int) -> Features:
+        """The features, encoded where they are not there yet; shards that are finished stay."""
+        out, taken = self.store_path(views, seed), self.indices
+        if out in self.stores:
+            return self.stores[out]
+        before = encoded(out)
+        start = time.perf_counter()
+        count = encode(
+            self.encoder,
+            self.task(Text()),
+            [self.dataset.paths[i] for i in taken],
+            out,
+            labels=[self.labels[i] for i in taken],
+            views=views.count,
+            augmix=views.augmix,
+            seed=seed if views.count > 1 else ONE_VIEW_SEED,
+            shard=self.shard,
+            dataset=self.dataset.name,
+            resume=True,
+            on_skip=lambda line: self.report(f"skipped {line}"),
+            progress=self._encoding(before, len(taken)),
+        )
+        if new := count - before:
+            self._note(f"encode-{out.name}", {"images": new, "views": views.count}, time.perf_counter() - start)
+        self.stores[out] = Features(out)
+        return self.stores[out]
+
+    def task(self, text: Text, tower: bool = False) -> Task:
+        """The task with prototypes of that text, kept in a file once made."""
+        if (text, tower) not in self.tasks:
+            self.tasks[text, tower] = self._task(text, tower)
+        return self.tasks[text, tower]
+
+    def _task(self, text: Text, tower: bool) -> Task:
+        names = self.dataset.classnames
+        if text.learned is not None:
+            return build_task(self.encoder, names, prompts=f"coop:{text.learned}", allow_duplicates=True)
+        given: dict[str, Any] = {"templates": text.templates, "descriptions": text.descriptions}
+        if tower:
+            return build_task(self.encoder, names, **given, context=True, allow_duplicates=True)
+        facts = {"encoder": self.encoder.name, "classnames": list(names)} | text.facts()
+        path = self.folder / "text" / f"{_mark(facts)}.safetensors"
+        if not path.exists():
+            task = build_task(self.encoder, names, **given, allow_duplicates=True)
+            files.write_tensors(path, {"text": task.text}, {"text": json.dumps(facts)})
+            return task
+        device = self.encoder.encode_texts(["a"]).device
+        prototypes = files.open_tensors(path).get_tensor("text").to(device)
+        return Task(prototypes, check_classes(names, allow_duplicates=True), self.encoder.scale, self.encoder.name)
+
+    def _data_mark(self) -> str:
+        """What tells these images from others: their names, wherever the folder lies, and labels."""
+        names = [str(self.dataset.paths[i]).replace("\\", "/").split("/")[-2:] for i in self.indices]
+        rows = [f"{'/'.join(name)} {self.labels[i]}" for name, i in zip(names, self.indices, strict=True)]
+        return hashlib.sha256("\n".join(rows).encode()).hexdigest()[:12]
+
+    def _encoding(self, before: int, count: int) -> Callable[[int], None]:
+        """A line now and then on what was not there before."""
+        told = before
+
+        def line(done: int) -> None:
+            nonlocal told
+            if 10 * done // count > 10 * told // count:
+                told = done
+                self.report(f"{self.dataset.name}: {done} of {count} images encoded")
+
+        return line
+
+    def _note(self, name: str, what: dict[str, Any], seconds: float) -> None:
+        note = what | {
+            "seconds": seconds,
+            "version": __version__,
+            "torch": torch.__version__,
+            "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
+        }
+        files.write_atomic(self.folder / "timings" / f"{name}.json", json.dumps(note, indent=1) + "\n")
+
+
+def run_cells(lab: Lab, cells: Sequence[Cell], alone: bool = False) -> list[dict[str, Any]]:
+    """Each cell's result, those of earlier runs among them; what cannot run says why under "not run".
+
+    Settings of one method run side by side over the stream; `alone`, one by one, so that their times are their own.
+    """
+    results: dict[int, dict[str, Any]] = {}
+    for number, cell in enumerate(cells):
+        if (path := lab.path(cell)).exists():
+            results[number] = _read(path)
+    waiting = [number for number in range(len(cells)) if number not in results]
+    if waiting:
+        lab.report(f"{lab.dataset.name}: {len(waiting)} of {len(cells)} cells to run")
+
+    def shared(number: int) -> tuple[Any, ...]:
+        cell = cells[number]
+        return cell.views, cell.seed, repr(cell.text), cell.method.name
+
+    for _, group in groupby(sorted(waiting, key=shared), key=shared):
+        numbers = list(group)
+        most = 1 if alone else max(1, LOGITS // (4 * len(lab.indices) * len(lab.dataset.classnames)))
+        for start in range(0, len(numbers), most):
+            part = numbers[start : start + most]
+            results |= dict(zip(part, _run_together(lab, [cells[number] for number in part]), strict=True))
+    return [results[number] for number in range(len(cells))]
+
+
+def stream_order(count: int, seed: int) -> Tensor:
+    """The order of a stream of `count` images: (count,)."""
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+
+
+def encoded(store: Path) -> int:
+    """How many images a store holds so far, finished or not."""
+    return sum(len(Features(shard)) for shard in store.glob("features-*.safetensors"))
+
+
+def _run_together(lab: Lab, cells: Sequence[Cell]) -> list[dict[str, Any]]:
+    """Results of cells that differ in settings alone."""
+    first, methods = cells[0], [cell.method for cell in cells]
+    try:
+        task = lab.task(first.text, getattr(first.method, "needs_tower", False))
+        first.method.check(task)
+    except MissingPart as reason:
+        return [{"not run": str(reason)} for _ in cells]
+    store = lab.store(first.views, first.seed)
+    if store.labels is None:
+        raise InputError(f"{store.path} has no labels to score with.")
+    order = stream_order(len(store), first.seed)
+    start = time.perf_counter()
+    stream = (chunk.to(task.text.device) for chunk in store.chunks(order.tolist(), size=CHUNK))
+    many = sweep(task, methods, stream)
+    seconds = (time.perf_counter() - start) / len(cells)
+    labels = store.labels[order]
+    results = []
+    for cell, logits in zip(cells, many, strict=True):
+        result = _score(cell.method, logits.cpu(), labels)
+        record = lab.facts(cell) | {"version": __version__, "skipped": len(lab.indices) - len(order)} | result
+        path = files.write_atomic(lab.path(cell), json.dumps(record, indent=1) + "\n")
+        lab._note(path.stem, {"images": len(order), "together": len(cells)}, seconds)
+        results.append(record)
+    return results
+
+
+def _score(method: Method, logits: Tensor, labels: Tensor) -> dict[str, Any]:
+    predictions = logits.argmax(1)
+    return {
+        "right": int((predictions == labels).sum()),
+        "accuracy": accuracy(predictions, labels),
+        "macro_f1": macro_f1(predictions, labels),
+        "calibration_error": expected_calibration_error(method.probabilities(logits), labels),
+    }
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        return record | {"accuracy": float(record["accuracy"])}
+    except (ValueError, KeyError, TypeError):
+        raise InputError(f"{path} is damaged; remove it, and it is made again.") from None
+
+
+def timing(lab: Lab, name: str) -> dict[str, Any] | None:
+    """How long something took, where that was noted."""
+    path = lab.folder / "timings" / f"{name}.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def _digest(path: Path | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]
+    except OSError as problem:
+        raise InputError(f"Cannot read {path}: {problem.strerror or problem}.") from None
+
+
+def _mark(facts: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _slug(name: str) -> str:
+    return "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in name)
