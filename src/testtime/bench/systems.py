@@ -28,6 +28,8 @@ from testtime.prompts import build_task
 from testtime.recipes import Views
 from testtime.types import Encoder, InputError, MissingPart, Task
 
+PATIENCE = 20  # seconds after which a cell says how far it is
+
 
 class System(NamedTuple):
     """One row of the table of systems."""
@@ -96,8 +98,9 @@ def run_systems(bench: Bench, systems: Sequence[System] = SYSTEMS, prompts: Path
     """
     _same_facts(bench)
     store = bench.features()
-    rows = []
-    for system in systems:
+    rows = {}
+    # what tunes prompts takes a thousand times as long as the rest, so it comes last
+    for system in sorted(systems, key=lambda system: registry.method_class(system.method).needs_tower):
         cell = bench.folder / "systems" / f"{system.name.lower().replace(' ', '')}.json"
         if cell.exists():
             row = json.loads(cell.read_text())
@@ -107,8 +110,8 @@ def run_systems(bench: Bench, systems: Sequence[System] = SYSTEMS, prompts: Path
             if "skipped" not in row:  # what is missing may be there next time
                 write_atomic(cell, json.dumps(row, indent=1) + "\n")
             bench.report(f"{system.name}: {row.get('skipped') or format(100 * row['accuracy'], '.2f') + '%'}")
-        rows.append(row)
-    return rows
+        rows[system] = row
+    return [rows[system] for system in systems]
 
 
 def _run(bench: Bench, store: Features, system: System, prompts: Path | None) -> dict[str, Any]:
@@ -130,6 +133,8 @@ def _run(bench: Bench, store: Features, system: System, prompts: Path | None) ->
             start = time.perf_counter()
             scores = session.scan(chunk.to(task.text.device)).cpu()
             seconds += time.perf_counter() - start
+            if seconds > PATIENCE:
+                bench.report(f"{system.name}: {session.count} of {len(order)}")
             labels = store.labels[rows]
             correct += method.correct(scores, labels) if system.oracle else (scores.argmax(1) == labels).sum()
     shown = oracles.described(method, correct, len(order)) if system.oracle else {}
