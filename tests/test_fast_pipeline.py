@@ -185,3 +185,25 @@ def test_without_gaps_a_session_goes_on_as_in_its_own_loop(encoder: Any, paths: 
     for entry, (source, prediction) in zip(good, expected, strict=True):
         assert entry.source == source
         assert (session.step(entry.features).logits - prediction.logits).abs().max() < close
+
+
+def test_a_session_that_reads_ahead_gives_its_own_loop_s_answers(paths, tmp_path, monkeypatch) -> None:
+    task = tt.build_task(PLAIN, ["cat", "dog", "fox"])
+    given = [tmp_path / "first.jpg", *paths[:3], tmp_path / "missing.jpg", *paths[3:]]
+
+    def run(session: tt.Session) -> tuple[list[Any], list[Path]]:
+        bad: list[Path] = []
+        return list(session.run(given, batch=3, on_error=lambda source, _: bad.append(source))), bad
+
+    expected, missing = run(tt.Session(task, "dpe", encoder=PLAIN, views=4, seed=5))
+    monkeypatch.setattr(tt.Session, "_overlaps", lambda self: True)
+    session = tt.Session(task, "dpe", encoder=PLAIN, views=4, seed=5)
+    answers, bad = run(session)
+    assert bad == missing and session.count == 9
+    for (source, ours), (same, plain) in zip(answers, expected, strict=True):
+        assert source == same
+        assert (ours.logits - plain.logits).abs().max() < 2.0  # grey levels that round the other way
+    with pytest.raises(ImageError, match="first.jpg"):
+        next(tt.Session(task, "dpe", encoder=PLAIN).run(given))
+    features = torch.randn(3, task.dim)
+    assert len(list(tt.Session(task, "dpe", encoder=PLAIN).run(features))) == 3

@@ -6,7 +6,7 @@ import copy
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +66,8 @@ class Session:
     >>> prediction.label, prediction.learned, session.count
     ('class 2', True, 1)
     """
+
+    _encoder: Any  # the encoder compiled and captured, once it is needed
 
     def __init__(
         self,
@@ -138,9 +140,9 @@ class Session:
         views = unit_views(stream, self.task.text, self.count)
         with torch.inference_mode(), held_back():
             if (runner := self._fast()) is not None:
-                logits = torch.stack([runner.step(image)[0][0] for image in views])
+                logits = torch.cat([runner.step(image)[0] for image in views])
             else:
-                logits, self.state = self.method.scan(self.task, self._state, views)
+                logits, self.state = self._steps(views)
             self.count += len(stream)
         return logits.clone()  # out of inference mode: an ordinary tensor
 
@@ -158,6 +160,11 @@ class Session:
         if batch < 1:
             raise InputError(f"batch={batch}: at least one image at a time.")
         source = iter(images)
+        if self._overlaps():
+            head = list(islice(source, 1))
+            source = chain(head, source)
+            if not any(isinstance(image, Tensor) for image in head):  # features need no encoder
+                yield from self._run_ahead(source, on_error)
         while group := list(islice(source, batch)):
             good, failure = self._readable(group, on_error)
             if good:
@@ -167,6 +174,33 @@ class Session:
                         yield original, self._advance(views)
             if failure:
                 raise failure
+
+    def _overlaps(self) -> bool:
+        """Whether images can be read and encoded on a GPU while earlier ones are adapted to."""
+        device = getattr(self.encoder, "device", None)
+        made_there = device is not None and device.type == "cuda" and hasattr(self.encoder, "model")
+        return made_there and self.variations is None and not self.reference
+
+    def _run_ahead(
+        self, images: Iterator[Any], on_error: Callable[[Any, InputError], None] | None
+    ) -> Iterator[tuple[Any, Prediction]]:
+        """`run` with decoding, views and encoding ahead of the adaptation."""
+        from testtime.fast import pipeline
+        from testtime.fast.encoder import FastEncoder
+
+        if self._encoder is None:
+            self._encoder = FastEncoder(self.encoder)
+        kind = {"views": self.views, "seed": self.seed, "augmix": self.augmix}
+        for entry in pipeline.stream(self._encoder, images, **kind, first=self.count, gaps=False):  # type: ignore
+            if entry.features is None:
+                problem = entry.error or ImageError(f"{entry.source}: not encoded.")
+                if on_error is None:
+                    raise problem
+                on_error(entry.source, problem)
+                continue
+            views = unit_views(entry.features[None].to(self.task.text), self.task.text, self.count)[0]
+            with held_back():
+                yield entry.source, self._advance(views)
 
     def save(self, path: str | Path, extra: dict[str, str] | None = None) -> Path:
         """Write everything needed to go on bit for bit, atomically. `extra` metadata is kept as it is."""
@@ -224,7 +258,7 @@ class Session:
             if (runner := self._fast()) is not None:
                 (logits,), (learned,) = runner.step(views)
             else:
-                logits, state = self.method.step(self.task, self._state, views)
+                (logits,), state = self._steps(views[None])
                 learned = self.method.learned(self._state, state)
                 self.state = state
             self.count += 1
@@ -250,6 +284,15 @@ class Session:
         if self._runner is None and not self.reference:
             self._runner = fast.runner(self.task, [self.method], [self._state])
         return self._runner
+
+    def _steps(self, stream: Tensor) -> tuple[Tensor, Any]:
+        """Logits (n, C) and the next state for n images (n, V, D), by the method's own steps."""
+        if self.task.text.is_cuda and not self.reference:
+            from testtime.fast import graph  # many steps to a launch
+
+            long = self.count >= graph.PATIENCE
+            return graph.scan(self.method, self.task, self._state, stream, compile=long)
+        return self.method.scan(self.task, self._state, stream)
 
     def _features(self, images: list[Any]) -> list[Tensor]:
         """Unit views (V, D) of each image; the first has stream index `self.count`."""

@@ -23,14 +23,15 @@ from testtime.types import FeatureError, Method, Task
 
 STEPS = 32  # to a graph: launching it costs about what one kernel does
 KEPT = 4  # runners that `scan` keeps for the next call
+PATIENCE = 20_000  # images of a stream before a session compiles: it takes many seconds, and saves 0.3 ms a step
 
 _runners: OrderedDict[tuple[object, ...], Runner] = OrderedDict()
 
 
-def scan(method: Method, task: Task, state: Any, stream: Tensor) -> tuple[Tensor, Any]:
+def scan(method: Method, task: Task, state: Any, stream: Tensor, *, compile: bool | None = None) -> tuple[Tensor, Any]:
     """Logits (N, C) and the state after N images (N, V, D); what is given is left as it was.
 
-    Graphs are captured at the first call for a method and a shape, and kept for the next.
+    Graphs are captured at the first call for a method and a shape, and kept for the next. `compile` as for `Runner`.
 
     >>> import testtime as tt
     >>> task, stream, _ = tt.toy()
@@ -41,19 +42,19 @@ def scan(method: Method, task: Task, state: Any, stream: Tensor) -> tuple[Tensor
     """
     if len(stream) == 0 or getattr(method, "needs_tower", False):
         return method.scan(task, state, stream)  # gradients through a text tower are nothing for a graph
-    runner = runner_for(method, task, stream.shape[1])
+    runner = runner_for(method, task, stream.shape[1], compile)
     runner.load(task, state)
     logits = runner.run(stream)
     return logits, runner.state()
 
 
-def runner_for(method: Method, task: Task, views: int) -> Runner:
+def runner_for(method: Method, task: Task, views: int, compile: bool | None = None) -> Runner:
     """The runner kept for this method and this shape, or a new one."""
-    key = (method, tuple(task.text.shape), task.text.dtype, task.text.device, task.scale, views)
+    key = (method, tuple(task.text.shape), task.text.dtype, task.text.device, task.scale, views, compile)
     if key in _runners:
         _runners.move_to_end(key)
     else:
-        _runners[key] = Runner(method, task, views)
+        _runners[key] = Runner(method, task, views, compile=compile)
         while len(_runners) > KEPT:
             _runners.popitem(last=False)
     return _runners[key]
