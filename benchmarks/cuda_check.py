@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from testtime.features import Features
 from testtime.fast import graph
+from testtime.features import Features
 from testtime.replay import recorded_settings, replay
 
 NAMES = {"DPE": "dpe", "TDA": "tda", "TPS": "tps", "DMN-ZS": "dmn", "ZERO": "zero", "MTA": "mta"}

@@ -99,6 +99,7 @@ class Session:
         self.augmix = augmix
         self.seed = seed
         self.reference = reference
+        self._encoder = None
         self.variations = variations
         self.reset()
 
