@@ -21,12 +21,13 @@ SCALE, ALPHA, BETA, QUEUE, ALIGN, TEMPERATURE, LR, GATE, CHOSEN = 100.0, 6.0, 5.
 class ReleasedLoop:
     """The loop's memory; `step` takes the normalised views (V, 3, H, W) of one image and gives its logits (C,)."""
 
-    def __init__(self, model: Any, text: Tensor) -> None:
+    def __init__(self, model: Any, text: Tensor, autocast: bool = True) -> None:
         self.model = model.requires_grad_(True)  # as released: nobody froze it
         self.text = text.T.clone()  # (D, C)
         self.updates = 0
         self.queues: dict[int, list[tuple[Tensor, float]]] = {}
         self.device = text.device
+        self.autocast = autocast
 
     def fill(self, noise: float = 0.05, cost: float = 1e-3) -> None:
         """Bring every queue to its full length, as after many images."""
@@ -36,7 +37,7 @@ class ReleasedLoop:
 
     def step(self, pixels: Tensor) -> Tensor:
         half = torch.float16 if self.device.type == "cuda" else torch.bfloat16
-        with torch.autocast(self.device.type, half):
+        with torch.autocast(self.device.type, half, enabled=self.autocast):
             feature, logits, entropy, label = self._look(pixels, self.text)
             self._enqueue(label, feature.detach(), entropy / math.log2(self.text.shape[1]))
             means, labels = self._prototypes()
