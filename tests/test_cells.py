@@ -86,6 +86,13 @@ def test_one_view_needs_one_store_for_every_seed_and_several_need_their_own(lab)
     assert len(list((lab.folder / "stores").iterdir())) == 1
 
 
+def test_features_are_found_again_however_the_folder_is_spelled(lab, tmp_path, monkeypatch) -> None:
+    lab.store(Views(), 1)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("testtime.encode._encode_part", None)
+    assert len(Lab(lab.folder, lab.encoder, open_dataset("pets")).store(Views(), 1)) == 12
+
+
 def test_a_limit_takes_the_same_images_for_every_seed(lab) -> None:
     limited = Lab(lab.folder, lab.encoder, lab.dataset, limit=5)
     assert len(limited.indices) == 5 and limited.indices == sorted(limited.indices)

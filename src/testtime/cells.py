@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
 import time
 from collections.abc import Callable, Sequence
@@ -129,12 +130,12 @@ class Lab:
         out, taken = self.store_path(views, seed), self.indices
         if out in self.stores:
             return self.stores[out]
-        before = encoded(out)
+        before = set(_shards(out))
         start = time.perf_counter()
-        count = encode(
+        encode(
             self.encoder,
             self.task(Text()),
-            [self.dataset.paths[i] for i in taken],
+            [_absolute(self.dataset.paths[i]) for i in taken],
             out,
             labels=[self.labels[i] for i in taken],
             views=views.count,
@@ -144,10 +145,11 @@ class Lab:
             dataset=self.dataset.name,
             resume=True,
             on_skip=lambda line: self.report(f"skipped {line}"),
-            progress=self._encoding(before, len(taken)),
+            progress=self._encoding(len(taken)),
         )
-        if new := count - before:
-            self._note(f"encode-{out.name}", {"images": new, "views": views.count}, time.perf_counter() - start)
+        if new := [shard for shard in _shards(out) if shard not in before]:
+            images = sum(len(Features(shard)) for shard in new)
+            self._note(f"encode-{out.name}", {"images": images, "views": views.count}, time.perf_counter() - start)
         self.stores[out] = Features(out)
         return self.stores[out]
 
@@ -180,13 +182,13 @@ class Lab:
         rows = [f"{'/'.join(name)} {self.labels[i]}" for name, i in zip(names, self.indices, strict=True)]
         return hashlib.sha256("\n".join(rows).encode()).hexdigest()[:12]
 
-    def _encoding(self, before: int, count: int) -> Callable[[int], None]:
-        """A line now and then on what was not there before."""
-        told = before
+    def _encoding(self, count: int) -> Callable[[int], None]:
+        """A line now and then; none for shards that are there, which take no time."""
+        told, start = 0, time.perf_counter()
 
         def line(done: int) -> None:
             nonlocal told
-            if 10 * done // count > 10 * told // count:
+            if 10 * done // count > 10 * told // count and time.perf_counter() - start > 1:
                 told = done
                 self.report(f"{self.dataset.name}: {done} of {count} images encoded")
 
@@ -235,7 +237,16 @@ def stream_order(count: int, seed: int) -> Tensor:
 
 def encoded(store: Path) -> int:
     """How many images a store holds so far, finished or not."""
-    return sum(len(Features(shard)) for shard in store.glob("features-*.safetensors"))
+    return sum(len(Features(shard)) for shard in _shards(store))
+
+
+def _shards(store: Path) -> list[Path]:
+    return sorted(store.glob("features-*.safetensors"))
+
+
+def _absolute(image: Any) -> Any:
+    """An image under the same name wherever it is asked for from, so that its shard is found again."""
+    return Path(os.path.abspath(image)) if isinstance(image, Path) else image
 
 
 def _run_together(lab: Lab, cells: Sequence[Cell]) -> list[dict[str, Any]]:
