@@ -381,3 +381,12 @@ def test_the_command_prints_a_table_of_systems_and_json(folders, tmp_path, capsy
             assert [row["system"] for row in json.loads(text)["rows"]] == ["zero-shot", "ensemble", "DPE", "CoOp"]
         else:
             assert "DPE" in text and "%" in text and "not run" in text
+
+
+def test_systems_are_found_by_name_however_it_is_written() -> None:
+    from testtime.bench.systems import SYSTEMS, named
+
+    assert [system.name for system in named(["dpe+coop", "Zero-Shot"])] == ["DPE + CoOp", "zero-shot"]
+    assert named(None) == list(SYSTEMS)
+    with pytest.raises(InputError, match="Did you mean 'tda'"):
+        named(["tdaa"])

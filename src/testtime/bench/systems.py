@@ -61,6 +61,16 @@ SYSTEMS = (
 )
 
 
+def named(names: Sequence[str] | None) -> list[System]:
+    """The systems of these names, however they are written; all of them for None."""
+    known = {system.name.lower().replace(" ", ""): system for system in SYSTEMS}
+    wanted = [name.lower().replace(" ", "") for name in names] if names else list(known)
+    for name in wanted:
+        if name not in known:
+            raise registry.unknown("system", name, known)
+    return [known[name] for name in wanted]
+
+
 class Bench(NamedTuple):
     """Where a bench runs, and on what."""
 

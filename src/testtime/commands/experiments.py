@@ -132,7 +132,7 @@ def bench(
         _print("", ["name", "what it shows"], lines, left=2)
         return
     if name == "systems":
-        _systems(data, encoder, views, augmix, seeds, limit, device, learned, output, as_json)
+        _systems(data, encoder, views, augmix, seeds, limit, device, learned, rows, output, as_json)
         return
     common = (output, seeds, track, protocol, views, augmix, None, descriptions, learned, limit, 256, device)
     if name == "tsne":
@@ -221,6 +221,7 @@ def _systems(
     limit: int | None,
     device: str,
     learned: Path | None,
+    names: list[str] | None,
     output: Path,
     as_json: bool,
 ) -> None:
@@ -236,7 +237,7 @@ def _systems(
     seed = _numbers(seeds, "--seeds")[0] if seeds else 1
     loaded = load_encoder(encoder or "offline", device=find_device(device))
     plan = systems.Bench(output, loaded, dataset, views or 1, augmix, seed, limit, _note)
-    rows = systems.run_systems(plan, prompts=learned)
+    rows = systems.run_systems(plan, systems.named(names), prompts=learned)
     if as_json:
         print(json.dumps({"facts": plan.facts(), "rows": rows}))
         return
