@@ -372,7 +372,7 @@ def test_another_bench_in_the_same_folder_is_refused(plan) -> None:
 
 def test_the_command_prints_a_table_of_systems_and_json(folders, tmp_path, capsys, monkeypatch) -> None:
     systems = (*SYSTEMS, System("CoOp", "zeroshot", coop=True))
-    monkeypatch.setattr(benches, "run_systems", lambda plan, prompts=None: run_systems(plan, systems, prompts))
+    monkeypatch.setattr(benches, "run_systems", lambda plan, all_, prompts=None: run_systems(plan, systems, prompts))
     arguments = ["bench", "systems", folders, "--encoder", "tiny", "--out", tmp_path / "b"]
     for extra in ([], ["--json"]):
         assert command(*arguments, *extra) == 0
