@@ -330,3 +330,20 @@ def test_a_folder_without_changes_says_so():
 def test_parts_that_do_not_fit_are_named(given, words):
     with pytest.raises(InputError, match=words):
         report.html([given()], {}, "t")
+
+
+def test_an_experiment_is_a_page_of_tables_and_figures() -> None:
+    from testtime.report import Grid, Series, Table, TablesReport, html
+
+    report = TablesReport(
+        "Queue size",
+        "seed 1",
+        [Table("on <pets>", ["row", "accuracy"], [["M = 1", "54.2"], ["M = 3", "55.1"]])],
+        {"Command": "testtime bench queue-size pets"},
+        grids=[Grid("both", "M", [1, 3], "tau", [0.1], [[0.542, None]])],
+        series=[Series("one", "M", [1, 3], {"measured": [0.542, 0.551]})],
+    )
+    page = html([report], {}, "An experiment")
+    assert "on &lt;pets&gt;" in page and "55.1" in page and page.count("<svg") >= 1
+    with pytest.raises(InputError, match="a row of 1 cells under a head of 2"):
+        html([TablesReport("t", "", [Table("t", ["a", "b"], [["x"]])], {})], {}, "t")

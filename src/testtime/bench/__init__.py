@@ -3,7 +3,7 @@
 from testtime.bench.experiments import EXPERIMENTS, Experiment, Row
 from testtime.bench.runner import find_columns, run_bench
 from testtime.bench.systems import SYSTEMS, Bench, System, run_systems
-from testtime.bench.tables import markdown, report_parts
+from testtime.bench.tables import markdown, page, report_parts
 
 __all__ = [
     "EXPERIMENTS",
@@ -14,6 +14,7 @@ __all__ = [
     "System",
     "find_columns",
     "markdown",
+    "page",
     "report_parts",
     "run_bench",
     "run_systems",

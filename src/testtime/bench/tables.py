@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 from testtime.evaluate import described, percent
 from testtime.recipes import BACKBONES, MEANS, Published, published
 
@@ -55,6 +57,25 @@ def remarks(result: Mapping[str, Any]) -> list[str]:
     for reason, labels in reasons.items():
         lines.append(f"Not run: {', '.join(dict.fromkeys(labels))}: {reason}")
     return [*lines, *([result["note"]] if result["note"] else [])]
+
+
+def page(result: Mapping[str, Any], command: str = "") -> str:
+    """A result as one self-contained HTML page."""
+    from testtime.report import Grid, Series, Table, TablesReport, html
+    from testtime.report.conditions import machine, versions
+
+    parts, facts = report_parts(result), result["facts"]
+    section = TablesReport(
+        result["title"],
+        f"Track {facts['track']}, protocol {facts['protocol']}, seeds {', '.join(map(str, facts['seeds']))}",
+        [Table(*sheet) for sheet in sheets(result)],
+        {},
+        "\n\n".join(remarks(result)),
+        [Grid(**each) for each in parts["grids"]],
+        [Series(**each) for each in parts["series"] if each["xs"]],
+    )
+    about = {"Versions": versions(), "Machine": machine(torch.device("cpu")), "Command": command}
+    return html([section], {key: value for key, value in about.items() if value}, result["title"])
 
 
 def report_parts(result: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -122,7 +124,7 @@ def bench(
 ) -> None:
     """Run one of the paper's tables or figures. Started again, it goes on where it was.
 
-    Experiments over one folder given as --out share its features. NAME.json and NAME.md are written there too.
+    Experiments over one folder given as --out share its features; NAME.json, NAME.md and NAME.html appear there too.
     """
     from testtime.bench import EXPERIMENTS
 
@@ -151,10 +153,11 @@ def _experiment(
     output: Path,
     as_json: bool,
 ) -> None:
-    from testtime.bench import markdown, run_bench
+    from testtime.bench import markdown, page, run_bench
     from testtime.bench.runner import find_columns, find_experiment
     from testtime.bench.tables import remarks, sheets
     from testtime.evaluate import write_results
+    from testtime.files import write_atomic
 
     experiment = find_experiment(name)
     if dry_run:
@@ -169,6 +172,7 @@ def _experiment(
             _note(f"note: {line}")
     result = run_bench(name, _plans(experiment, encoder, common), columns, rows)
     write_results(output, name, result, markdown(result))
+    write_atomic(output / f"{name}.html", page(result, "testtime " + shlex.join(sys.argv[1:])))
     if as_json:
         print(json.dumps(result))
     else:
@@ -176,7 +180,7 @@ def _experiment(
             _print(sheet.title, sheet.header, sheet.rows)
         for line in remarks(result):
             _note(line)
-        _note(f"Written to {output}/{name}.json and {name}.md.")
+        _note(f"Written to {output}/{name}.json, {name}.md and, to look at, {name}.html.")
     if not any("accuracy" in row for row in result["rows"]):
         raise InputError(f"No row of '{name}' could run. {result['rows'][0]['not run']}")
 

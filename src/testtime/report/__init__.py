@@ -16,6 +16,8 @@ from testtime.report.data import (
     Series,
     Snapshot,
     StreamReport,
+    Table,
+    TablesReport,
     UnlabelledReport,
 )
 from testtime.report.page import html
@@ -30,6 +32,8 @@ __all__ = [
     "Series",
     "Snapshot",
     "StreamReport",
+    "Table",
+    "TablesReport",
     "UnlabelledReport",
     "changes",
     "html",

@@ -123,6 +123,27 @@ class StreamReport:
     thumbnails: Mapping[int, str] = field(default_factory=dict)  # place in the stream -> data URI
 
 
+class Table(NamedTuple):
+    """A table of text; the first cell of each row is its heading."""
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True)
+class TablesReport:
+    """An experiment as tables and figures of its settings, without a stream of its own."""
+
+    title: str
+    subtitle: str
+    tables: Sequence[Table]
+    facts: Mapping[str, str]
+    text: str = ""
+    grids: Sequence[Grid] = ()
+    series: Sequence[Series] = ()
+
+
 @dataclass(frozen=True)
 class UnlabelledReport:
     """One stream without labels: what the last method changed against the first, the baseline (zero-shot)."""
@@ -152,8 +173,17 @@ def check_curves(curves: Sequence[Curve]) -> None:
         raise InputError(f"Curve '{curves[0].name}' has no images; there is nothing to report.")
 
 
-def check(report: StreamReport | UnlabelledReport) -> None:
+def check(report: StreamReport | TablesReport | UnlabelledReport) -> None:
     """Refuse a report whose parts do not fit together, naming the first that does not."""
+    if isinstance(report, StreamReport | TablesReport):
+        for grid in report.grids:
+            _check_grid(grid)
+        for series in report.series:
+            _check_series(series)
+    if isinstance(report, TablesReport):
+        for table in report.tables:
+            _check_table(table)
+        return
     where, classes = f"'{report.title}'", len(report.classnames)
     if isinstance(report, StreamReport):
         check_curves(report.curves)
@@ -166,10 +196,6 @@ def check(report: StreamReport | UnlabelledReport) -> None:
         if report.answers and [answers.name for answers in report.answers] != names:
             given = ", ".join(answers.name for answers in report.answers)
             raise InputError(f"{where}: answers of {given}, where the curves are {', '.join(names)}; give the same.")
-        for grid in report.grids:
-            _check_grid(grid)
-        for series in report.series:
-            _check_series(series)
     else:
         if not report.answers:
             raise InputError(f"{where}: a report needs answers, those of the baseline first.")
@@ -202,6 +228,12 @@ def _check_answers(answers: Answers, images: int, classes: int, where: str) -> N
     wrong = next((value for value in confidences if not 0 <= value <= 1.0001), None)
     if wrong is not None:
         raise InputError(f"{where}: {answers.name} has confidence {wrong}; a probability lies between 0 and 1.")
+
+
+def _check_table(table: Table) -> None:
+    for row in table.rows:
+        if len(row) != len(table.head):
+            raise InputError(f"'{table.title}': a row of {len(row)} cells under a head of {len(table.head)}.")
 
 
 def _check_grid(grid: Grid) -> None:

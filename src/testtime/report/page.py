@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from testtime.report import classes, curves, heat, maps, pictures, reliability
-from testtime.report.data import Answers, Curve, StreamReport, UnlabelledReport, check
+from testtime.report.data import Answers, Curve, StreamReport, TablesReport, UnlabelledReport, check
 from testtime.report.plot import slots_of, styles_of
 from testtime.report.unlabelled import unlabelled_parts
-from testtime.report.words import as_table, milliseconds, part, plain, safe, signed
+from testtime.report.words import as_table, milliseconds, part, plain, safe, signed, table
+
+Section = StreamReport | TablesReport | UnlabelledReport
 
 
-def html(sections: Sequence[StreamReport | UnlabelledReport], facts: Mapping[str, str], title: str) -> str:
+def html(sections: Sequence[Section], facts: Mapping[str, str], title: str) -> str:
     """The whole page. `facts` hold for all sections and close the page.
 
     >>> curves = [Curve("zero-shot", [True, False], 0.1), Curve("DPE", [True, True], 0.2)]
@@ -34,16 +36,20 @@ def html(sections: Sequence[StreamReport | UnlabelledReport], facts: Mapping[str
     if facts:
         parts.append(f"<section><h2>About this page</h2>{_facts(facts)}</section>")
     style = "".join(map(part, ("tokens.css", "chart.css", "page.css", "parts.css")))
-    style += "".join(pictures.styles(section.thumbnails, number) for number, section in enumerate(sections, start=1))
+    for number, section in enumerate(sections, start=1):
+        if not isinstance(section, TablesReport):
+            style += pictures.styles(section.thumbnails, number)
     script = part("hover.js") + part("maps.js")
     return part("page.html").format(title=safe(title), style=style, body="\n".join(parts), script=script)
 
 
-def _names(section: StreamReport | UnlabelledReport) -> list[str]:
+def _names(section: Section) -> list[str]:
+    if isinstance(section, TablesReport):
+        return ["", *(name for series in section.series for name in series.lines)]
     return [each.name for each in (section.curves if isinstance(section, StreamReport) else section.answers)]
 
 
-def _section(report: StreamReport | UnlabelledReport, slots: Mapping[str, int], number: int) -> str:
+def _section(report: Section, slots: Mapping[str, int], number: int) -> str:
     paragraphs = [" ".join(paragraph.split()) for paragraph in report.text.split("\n\n")]
     parts = [
         f'<section id="stream-{number}">',
@@ -53,11 +59,15 @@ def _section(report: StreamReport | UnlabelledReport, slots: Mapping[str, int], 
     ]
     if isinstance(report, StreamReport):
         parts += _labelled_parts(report, slots, number)
+    elif isinstance(report, TablesReport):
+        parts += [f"<h3>{safe(each.title)}</h3>{table(each.head, each.rows)}" for each in report.tables]
+        parts += _figures(report, slots)
     else:
         parts += unlabelled_parts(report, slots, number)
     if report.facts:
         parts += ["<h3>How this was made</h3>", _facts(report.facts)]
-    parts.append(_settings(report.answers))
+    if not isinstance(report, TablesReport):
+        parts.append(_settings(report.answers))
     return "\n".join(part for part in [*parts, "</section>"] if part)
 
 
@@ -69,11 +79,15 @@ def _labelled_parts(report: StreamReport, slots: Mapping[str, int], number: int)
     if report.answers:
         parts.append(reliability.figure(report, slots))
     parts.append(maps.queues(report, number))
-    if report.grids or report.series:
-        parts.append("<h3>What the settings do</h3>")
-        parts += [heat.heat_map(grid) for grid in report.grids]
-        parts += [heat.line_chart(series, slots) for series in report.series]
+    parts += _figures(report, slots)
     return [*parts, "<h3>Side by side</h3>", _method_table(report, slots)]
+
+
+def _figures(report: StreamReport | TablesReport, slots: Mapping[str, int]) -> list[str]:
+    if not report.grids and not report.series:
+        return []
+    maps, lines = map(heat.heat_map, report.grids), (heat.line_chart(series, slots) for series in report.series)
+    return ["<h3>What the settings do</h3>", *maps, *lines]
 
 
 def _cards(report: StreamReport, slots: Mapping[str, int]) -> str:

@@ -70,14 +70,16 @@ def count(number: int, what: str) -> str:
 
 def as_table(head: Sequence[object], rows: Iterable[Sequence[object]], summary: str = "The same as a table") -> str:
     """Numbers behind a chart, folded away; the first cell of each row is its heading."""
+    return f"<details><summary>{safe(summary)}</summary>{table(head, rows)}</details>"
+
+
+def table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
+    """A table that scrolls inside the page where it is too wide; the first cell of each row is its heading."""
     top = "".join(f'<th scope="col">{safe(cell)}</th>' for cell in head)
     body = ""
     for first, *others in rows:
         body += f'<tr><th scope="row">{safe(first)}</th>{"".join(f"<td>{safe(cell)}</td>" for cell in others)}</tr>'
-    return (
-        f'<details><summary>{safe(summary)}</summary><div class="scroll" tabindex="0"><table><thead><tr>{top}'
-        f"</tr></thead><tbody>{body}</tbody></table></div></details>"
-    )
+    return f'<div class="scroll" tabindex="0"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 @cache
