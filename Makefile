@@ -3,13 +3,18 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check setup clean
+.PHONY: demo test docs setup clean
 
 demo: $(VENV)/.ready
 	$(BIN)/testtime demo --out demo
 
 test: $(VENV)/.ready
 	scripts/check
+
+# Generated pages first; then the site, which needs no network to read: open site/index.html.
+docs: $(VENV)/.ready
+	$(BIN)/python scripts/make_docs.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 setup: $(VENV)/.ready
 
@@ -25,4 +30,4 @@ $(VENV)/.ready: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	rm -rf $(VENV) demo site .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
