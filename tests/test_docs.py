@@ -2,13 +2,19 @@ from __future__ import annotations
 
 import ast
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
 
+import typer
+
 import testtime as tt
 from testtime import registry
+from testtime.cli import app
+from testtime.datasets import BENCHMARKS
+from testtime.methods.dpe import DIFFERENCES
 
 ROOT = Path(__file__).parents[1]
 
@@ -18,6 +24,43 @@ def test_the_generated_pages_are_fresh() -> None:
         [sys.executable, ROOT / "scripts" / "make_docs.py", "--check"], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_stale_part_of_a_page_is_noticed(tmp_path) -> None:
+    root = tmp_path / "clone"
+    shutil.copytree(ROOT / "docs", root / "docs")
+    shutil.copytree(ROOT / "scripts", root / "scripts")
+    shutil.copytree(ROOT / "benchmarks" / "results", root / "benchmarks" / "results")
+    page = root / "docs" / "dpe.md"
+    page.write_text(page.read_text().replace("`scale_affinity` | `False`", "`scale_affinity` | `True`"))
+    command = [sys.executable, root / "scripts" / "make_docs.py"]
+    done = subprocess.run([*command, "--check"], capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr == "Stale: docs/dpe.md; run python scripts/make_docs.py\n"
+    subprocess.run(command, check=True)
+    assert page.read_text() == (ROOT / "docs" / "dpe.md").read_text()
+
+
+def test_the_page_on_dpe_explains_every_difference() -> None:
+    page = (ROOT / "docs" / "dpe.md").read_text()
+    assert {place.number for place in DIFFERENCES} == set(range(1, 17))
+    for place in DIFFERENCES:
+        assert f"\n**{place.number}. " in page and f"| `{place.option}` |" in page
+
+
+def test_the_page_on_datasets_names_every_benchmark_with_its_terms() -> None:
+    page = (ROOT / "docs" / "data.md").read_text()
+    for row in BENCHMARKS:
+        assert f"`{row.name}` | {row.classes:,} | {row.images:,} | {row.terms} |" in page
+        assert f"`{row.coop}` | `{row.tpt}`" in page
+
+
+def test_the_reference_has_every_public_name_and_every_command() -> None:
+    names = set(re.findall(r"^::: testtime\.[\w.]*?(\w+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE))
+    assert set(tt.__all__) - {"__version__"} <= names
+    page = (ROOT / "docs" / "commands.md").read_text()
+    for name, command in typer.main.get_command(app).commands.items():
+        for below in getattr(command, "commands", {"": command}):
+            assert f"\n## testtime {name} {below}".rstrip() + "\n" in page
 
 
 def test_the_page_on_methods_names_every_method_and_setting() -> None:

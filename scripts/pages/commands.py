@@ -48,6 +48,8 @@ def default(option: Any) -> str:
     """What an option is where it is not given."""
     if option.required:
         return "must be given"
+    if isinstance(option.show_default, str):
+        return option.show_default
     value = option.default
     if getattr(option, "is_flag", False):
         return "on" if value else "off"

@@ -1,0 +1,154 @@
+"""What the documents tell people to type: code runs, and so do commands, on a tiny encoder and made-up photographs.
+
+Code of a page runs from top to bottom in one namespace, in a folder with everything that the pages speak of. What
+cannot run here says so in the page, in a comment before the block, with the reason:
+
+    <!-- compiled only: needs the benchmarks -->
+    <!-- parsed only: takes minutes on real photographs -->
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import typer
+from PIL import Image
+
+import testtime.encoders
+from testtime.cli import app, main
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+CLASSES = ("cat", "dog", "fox")
+FENCE = re.compile(
+    r"(?:<!-- (?P<mark>compiled|parsed) only: [^\n]+ -->\n+)?"
+    r"^(?P<indent> *)```(?P<language>\w+)\n(?P<body>.*?)^(?P=indent)```",
+    re.MULTILINE | re.DOTALL,
+)
+SHELL = ("sh", "bash", "console")
+
+
+class Block(NamedTuple):
+    """One fenced block of a page."""
+
+    language: str
+    body: str
+    runs: bool  # not marked as compiled or parsed only
+
+    @property
+    def commands(self) -> list[list[str]]:
+        """The `testtime` commands of a block of shell, as words."""
+        lines = self.body.replace("\\\n", " ").splitlines()
+        words = [shlex.split(line.removeprefix("$ "), comments=True) for line in lines]
+        return [line[1:] for line in words if line[:1] == ["testtime"]]
+
+
+def blocks(page: Path) -> list[Block]:
+    """The fenced blocks of a page, in order, at their own indentation."""
+    found = []
+    for match in FENCE.finditer(page.read_text()):
+        body = re.sub(f"^{match['indent']}", "", match["body"], flags=re.MULTILINE)
+        found.append(Block(match["language"], body, match["mark"] is None))
+    return found
+
+
+def pages_with(*languages: str) -> list[Path]:
+    return [page for page in PAGES if any(block.language in languages for block in blocks(page))]
+
+
+def names(page: Path) -> str:
+    return page.name
+
+
+@pytest.fixture
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with everything that the pages speak of, where every encoder is the tiny one."""
+    noise = np.random.default_rng(0)
+    for folder in ("photos", "tomorrow", "train"):
+        for name in CLASSES:
+            (tmp_path / folder / name).mkdir(parents=True)
+            for number in range(3):
+                pixels = noise.integers(0, 255, (24, 32, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(tmp_path / folder / name / f"{number}.png")
+    photos = [f"photos/{name}/{number}.png" for name in CLASSES for number in range(3)]
+    (tmp_path / "list.txt").write_text("\n".join(photos))
+    (tmp_path / "classes.txt").write_text("\n".join(CLASSES))
+    (tmp_path / "photos.csv").write_text("path,label\n" + "\n".join(f"{path},{path.split('/')[1]}" for path in photos))
+    (tmp_path / "cupl.json").write_text(json.dumps({name: [f"A {name} has four legs."] for name in CLASSES}))
+    (tmp_path / "broken.png").write_bytes(b"not a picture")
+    monkeypatch.chdir(tmp_path)
+    load = testtime.encoders.load_encoder
+    monkeypatch.setattr(testtime.encoders, "load_encoder", lambda name, device="cpu", dtype=None: load("tiny"))
+    monkeypatch.setenv("COLUMNS", "120")
+    # what the first hour has left behind, for pages that go on from there
+    call(["encode", "photos/", "--classes", "cat,dog,fox", "--views", "8", "--out", "photos.safetensors"])
+    call(["run", "photos/", "--classes", "cat,dog,fox", "--out", "first.csv", "--save", "pets.safetensors"])
+    return tmp_path
+
+
+def call(arguments: list[str]) -> None:
+    """Run one command; any exit code but 0 is a failure."""
+    try:
+        main(arguments)
+    except SystemExit as stop:
+        assert not stop.code, f"testtime {shlex.join(arguments)} ended with exit code {stop.code}"
+
+
+def parse(arguments: list[str]) -> None:
+    """Hold a command to the options that there are, without running it."""
+    command, name = typer.main.get_command(app), "testtime"
+    words = list(arguments)
+    while hasattr(command, "commands"):
+        assert words and words[0] in command.commands, f"no command '{' '.join([name, *words[:1]])}'"
+        name = f"{name} {words[0]}"
+        command = command.commands[words.pop(0)]
+    command.make_context(name, words)
+
+
+@pytest.mark.parametrize("page", pages_with("python"), ids=names)
+def test_code_in_the_documents_runs(page: Path, desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    space = {"__name__": "__main__"}
+    for number, block in enumerate(block for block in blocks(page) if block.language == "python"):
+        code = compile(block.body, f"{page.name}, block {number}", "exec", dont_inherit=True)
+        if block.runs:
+            exec(code, space)
+
+
+@pytest.mark.parametrize("page", pages_with(*SHELL), ids=names)
+def test_commands_in_the_documents_exist_with_their_options(page: Path) -> None:
+    for block in blocks(page):
+        if block.language in SHELL:
+            for arguments in block.commands:
+                parse(arguments)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [p for p in pages_with(*SHELL) if any(b.commands for b in blocks(p) if b.language in SHELL and b.runs)],
+    ids=names,
+)
+def test_commands_in_the_documents_run(page: Path, desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for block in blocks(page):
+        if block.language in SHELL and block.runs:
+            for arguments in block.commands:
+                call(arguments)
+
+
+def test_a_command_or_an_option_that_does_not_exist_is_noticed() -> None:
+    parse(["replay", "photos.safetensors", "--method", "dpe"])
+    with pytest.raises(AssertionError, match="no command 'testtime repaly'"):
+        parse(["repaly", "photos.safetensors"])
+    with pytest.raises(Exception, match="--metod"):
+        parse(["replay", "photos.safetensors", "--metod", "dpe"])
+
+
+def test_blocks_that_do_not_run_are_marked_with_a_reason() -> None:
+    marked = [(page.name, block) for page in PAGES for block in blocks(page) if not block.runs]
+    assert {name for name, _ in marked} <= {"README.md", "commands.md", "data.md", "experiments.md"}
+    assert all(block.language in ("python", *SHELL) for _, block in marked)
