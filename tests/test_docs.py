@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import shutil
-import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
 
+import pytest
 import typer
 
 import testtime as tt
@@ -19,25 +20,33 @@ from testtime.methods.dpe import DIFFERENCES
 ROOT = Path(__file__).parents[1]
 
 
-def test_the_generated_pages_are_fresh() -> None:
-    done = subprocess.run(
-        [sys.executable, ROOT / "scripts" / "make_docs.py", "--check"], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+@pytest.fixture
+def make_docs(monkeypatch):
+    """scripts/make_docs.py as a module."""
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    return importlib.import_module("make_docs")
 
 
-def test_a_stale_part_of_a_page_is_noticed(tmp_path) -> None:
-    root = tmp_path / "clone"
-    shutil.copytree(ROOT / "docs", root / "docs")
-    shutil.copytree(ROOT / "scripts", root / "scripts")
-    shutil.copytree(ROOT / "benchmarks" / "results", root / "benchmarks" / "results")
-    page = root / "docs" / "dpe.md"
+def test_the_generated_pages_are_fresh(make_docs, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["make_docs.py", "--check"])
+    make_docs.main()
+
+
+def test_a_stale_part_of_a_page_is_noticed_and_mended(make_docs, monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(make_docs, "DOCS", shutil.copytree(ROOT / "docs", tmp_path / "docs"))
+    page = tmp_path / "docs" / "dpe.md"
     page.write_text(page.read_text().replace("`scale_affinity` | `False`", "`scale_affinity` | `True`"))
-    command = [sys.executable, root / "scripts" / "make_docs.py"]
-    done = subprocess.run([*command, "--check"], capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr == "Stale: docs/dpe.md; run python scripts/make_docs.py\n"
-    subprocess.run(command, check=True)
+    monkeypatch.setattr(sys, "argv", ["make_docs.py", "--check"])
+    with pytest.raises(SystemExit, match="Stale: docs/dpe.md; run python scripts/make_docs.py"):
+        make_docs.main()
+    monkeypatch.setattr(sys, "argv", ["make_docs.py"])
+    make_docs.main()
     assert page.read_text() == (ROOT / "docs" / "dpe.md").read_text()
+
+
+def test_a_page_without_the_place_of_a_part_is_refused(make_docs) -> None:
+    with pytest.raises(SystemExit, match="places for"):
+        make_docs.filled("No place here.", {"table": lambda: ""}, "page.md")
 
 
 def test_the_page_on_dpe_explains_every_difference() -> None:

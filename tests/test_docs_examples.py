@@ -26,6 +26,7 @@ from testtime.cli import app, main
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 CLASSES = ("cat", "dog", "fox")
+PHOTOS = 2  # of each class
 FENCE = re.compile(
     r"(?:<!-- (?P<mark>compiled|parsed) only: [^\n]+ -->\n+)?"
     r"^(?P<indent> *)```(?P<language>\w+)\n(?P<body>.*?)^(?P=indent)```",
@@ -73,10 +74,10 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for folder in ("photos", "tomorrow", "train"):
         for name in CLASSES:
             (tmp_path / folder / name).mkdir(parents=True)
-            for number in range(3):
+            for number in range(PHOTOS):
                 pixels = noise.integers(0, 255, (24, 32, 3), dtype=np.uint8)
                 Image.fromarray(pixels).save(tmp_path / folder / name / f"{number}.png")
-    photos = [f"photos/{name}/{number}.png" for name in CLASSES for number in range(3)]
+    photos = [f"photos/{name}/{number}.png" for name in CLASSES for number in range(PHOTOS)]
     (tmp_path / "list.txt").write_text("\n".join(photos))
     (tmp_path / "classes.txt").write_text("\n".join(CLASSES))
     (tmp_path / "photos.csv").write_text("path,label\n" + "\n".join(f"{path},{path.split('/')[1]}" for path in photos))
