@@ -20,12 +20,17 @@ DOCS = Path(__file__).parents[1] / "docs"
 
 WHOLE: dict[str, Callable[[], str]] = {
     "commands.md": commands.page,
-    "experiments.md": experiments.page,
     "methods.md": methods.page,
 }
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "data.md": {"benchmarks": benchmarks.table, "layouts": benchmarks.layouts},
     "dpe.md": {"differences": differences.part},
+    "experiments.md": {
+        "experiments": experiments.experiments,
+        "systems": experiments.systems,
+        "recipes": experiments.settings,
+        "published": experiments.published,
+    },
 }
 REGION = re.compile(r"(<!-- generated: (\w+) -->\n).*?(\n<!-- end of generated -->)", re.DOTALL)
 
