@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 from typing import NamedTuple
 
@@ -67,30 +68,43 @@ def names(page: Path) -> str:
     return page.name
 
 
-@pytest.fixture
-def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with everything that the pages speak of, where every encoder is the tiny one."""
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with everything that the pages speak of."""
+    folder = tmp_path_factory.mktemp("stock")
     noise = np.random.default_rng(0)
-    for folder in ("photos", "tomorrow", "train"):
+    for part in ("photos", "tomorrow", "train"):
         for name in CLASSES:
-            (tmp_path / folder / name).mkdir(parents=True)
+            (folder / part / name).mkdir(parents=True)
             for number in range(PHOTOS):
                 pixels = noise.integers(0, 255, (24, 32, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(tmp_path / folder / name / f"{number}.png")
+                Image.fromarray(pixels).save(folder / part / name / f"{number}.png")
     photos = [f"photos/{name}/{number}.png" for name in CLASSES for number in range(PHOTOS)]
-    (tmp_path / "list.txt").write_text("\n".join(photos))
-    (tmp_path / "classes.txt").write_text("\n".join(CLASSES))
-    (tmp_path / "photos.csv").write_text("path,label\n" + "\n".join(f"{path},{path.split('/')[1]}" for path in photos))
-    (tmp_path / "cupl.json").write_text(json.dumps({name: [f"A {name} has four legs."] for name in CLASSES}))
-    (tmp_path / "broken.png").write_bytes(b"not a picture")
-    monkeypatch.chdir(tmp_path)
-    load = testtime.encoders.load_encoder
-    monkeypatch.setattr(testtime.encoders, "load_encoder", lambda name, device="cpu", dtype=None: load("tiny"))
-    monkeypatch.setenv("COLUMNS", "120")
+    (folder / "list.txt").write_text("\n".join(photos))
+    (folder / "classes.txt").write_text("\n".join(CLASSES))
+    (folder / "photos.csv").write_text("path,label\n" + "\n".join(f"{path},{path.split('/')[1]}" for path in photos))
+    (folder / "cupl.json").write_text(json.dumps({name: [f"A {name} has four legs."] for name in CLASSES}))
+    (folder / "broken.png").write_bytes(b"not a picture")
     # what the first hour has left behind, for pages that go on from there
-    call(["encode", "photos/", "--classes", "cat,dog,fox", "--views", "8", "--out", "photos.safetensors"])
-    call(["run", "photos/", "--classes", "cat,dog,fox", "--out", "first.csv", "--save", "pets.safetensors"])
-    return tmp_path
+    with pytest.MonkeyPatch.context() as patch:
+        sit_down(patch, folder)
+        call(["encode", "photos/", "--classes", "cat,dog,fox", "--views", "8", "--out", "photos.safetensors"])
+        call(["run", "photos/", "--classes", "cat,dog,fox", "--out", "first.csv", "--save", "pets.safetensors"])
+    return folder
+
+
+@pytest.fixture
+def desk(stock: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The current folder is a copy of the stock."""
+    sit_down(monkeypatch, shutil.copytree(stock, tmp_path / "desk"))
+
+
+def sit_down(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Work in a folder, where every encoder is the tiny one."""
+    load = testtime.encoders.load_encoder
+    patch.chdir(folder)
+    patch.setattr(testtime.encoders, "load_encoder", lambda name, device="cpu", dtype=None: load("tiny"))
+    patch.setenv("COLUMNS", "120")
 
 
 def call(arguments: list[str]) -> None:
@@ -113,7 +127,7 @@ def parse(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize("page", pages_with("python"), ids=names)
-def test_code_in_the_documents_runs(page: Path, desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_code_in_the_documents_runs(page: Path, desk: None, capsys: pytest.CaptureFixture[str]) -> None:
     space = {"__name__": "__main__"}
     for number, block in enumerate(block for block in blocks(page) if block.language == "python"):
         code = compile(block.body, f"{page.name}, block {number}", "exec", dont_inherit=True)
@@ -134,7 +148,7 @@ def test_commands_in_the_documents_exist_with_their_options(page: Path) -> None:
     [p for p in pages_with(*SHELL) if any(b.commands for b in blocks(p) if b.language in SHELL and b.runs)],
     ids=names,
 )
-def test_commands_in_the_documents_run(page: Path, desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_in_the_documents_run(page: Path, desk: None, capsys: pytest.CaptureFixture[str]) -> None:
     for block in blocks(page):
         if block.language in SHELL and block.runs:
             for arguments in block.commands:
