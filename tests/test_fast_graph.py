@@ -196,3 +196,15 @@ def test_precision_of_products_is_set_back() -> None:
         assert torch.get_float32_matmul_precision() == "high"
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def test_answers_of_another_shape_than_logits_keep_it() -> None:
+    from testtime.methods.dmn import DMN
+    from testtime.oracle import parts_of
+
+    task, stream, _ = tt.toy(images=20, views=3)
+    method = parts_of(DMN())
+    expected, _ = method.scan(task, method.init(task), stream)
+    ours = graph.Runner(method, task, 3, steps=8)
+    ours.load(task, method.init(task))
+    torch.testing.assert_close(ours.run(stream), expected)

@@ -86,8 +86,9 @@ class Runner:
         with torch.inference_mode(False), torch.no_grad():
             self.task = replace(task, text=task.text.clone(), context=None)
             self._state = _copied(method.init(self.task))
-            self._views = task.text.new_zeros(steps, views, task.dim)
-            self._logits = task.text.new_zeros(steps, task.classes)
+            self._views = self.task.text[:1].expand(steps, views, task.dim).clone()
+            answer = method.step(self.task, self._state, self._views[0])[0]  # (C,), or what a method has for one
+            self._logits = answer.new_zeros(steps, *answer.shape)
         self._step: Callable[..., Tensor] = compiled(_step) if self._compile else _step
 
     def load(self, task: Task, state: Any) -> None:
@@ -105,7 +106,7 @@ class Runner:
         if stream.shape[1:] != self._views.shape[1:]:
             wanted = tuple(self._views.shape[1:])
             raise FeatureError(f"This runner takes features (N, {wanted[0]}, {wanted[1]}); got {tuple(stream.shape)}.")
-        logits = self._logits.new_empty(len(stream), self._logits.shape[1])
+        logits = self._logits.new_empty(len(stream), *self._logits.shape[1:])
         start = 0
         for size in self.sizes:
             while len(stream) - start >= size:
