@@ -4,7 +4,7 @@
 
 Some pages are generated whole. Others are written by hand and have generated parts, each between the lines
 `<!-- generated: NAME -->` and `<!-- end of generated -->`. Sources are the code's own tables, and
-`benchmarks/results/methods.json`, which `benchmarks/methods.py --json` writes.
+`benchmarks/results/*.json`, which the programs in `benchmarks/` write.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from pages import benchmarks, commands, differences, experiments, methods
+from pages import benchmarks, commands, differences, experiments, methods, speed
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -31,6 +31,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
         "recipes": experiments.settings,
         "published": experiments.published,
     },
+    "speed.md": {"gpu": speed.gpu},
 }
 REGION = re.compile(r"(<!-- generated: (\w+) -->\n).*?(\n<!-- end of generated -->)", re.DOTALL)
 
