@@ -2,9 +2,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tolerances import assert_close
 
 import testtime as tt
 from testtime import sweeps
+from testtime.fast import forms
+from testtime.fast.abreast import Abreast
 from testtime.methods.dpe import DPE
 from testtime.methods.tda import TDA
 from testtime.types import InputError
@@ -37,7 +40,7 @@ def test_settings_that_do_not_fit_in_memory_together_run_in_turns(monkeypatch) -
     task, stream, _ = tt.toy(images=20)
     grid = [DPE(alpha=float(alpha)) for alpha in range(1, 6)]
     expected = tt.sweep(task, grid, [stream])
-    monkeypatch.setattr(sweeps, "ABREAST", 2 * sweeps._size(task, grid[0]))
+    monkeypatch.setitem(sweeps.ABREAST, "cpu", 2 * sweeps._size(task, grid[0]))
     assert [len(group) for group in sweeps._abreast(task, grid)] == [2, 2, 1]
     for one, other in zip(expected, tt.sweep(task, grid, [stream]), strict=True):
         assert torch.equal(one, other)
@@ -47,3 +50,27 @@ def test_an_empty_sweep_is_refused() -> None:
     task, stream, _ = tt.toy(images=8)
     with pytest.raises(InputError, match="at least one setting"):
         tt.sweep(task, [], [stream])
+
+
+@pytest.mark.parametrize("views", [1, 12])
+def test_the_step_with_a_settings_axis_is_each_method_s_own(views) -> None:
+    task, stream, _ = tt.toy(classes=12, dim=48, images=40, views=views)
+    task, stream = task.to(dtype=torch.float64), stream.double()
+    odd = DPE(renormalise_text=True, gate_keeps="above", entropy_unit="ln", prompt_count=0, scale_affinity=True)
+    shapes = {}
+    for method in [*GRID, odd, DPE(queue=0), DPE(text_update="exponential", entropy_weight=0.0)]:
+        if isinstance(method, DPE) and forms.fits(method):
+            shapes.setdefault(forms.shape(method), []).append(method)
+    assert len(shapes) == 4
+    for methods in shapes.values():
+        together = Abreast(task, methods)
+        state = together.init(task)
+        plain = [method.init(task) for method in methods]
+        for image in stream:
+            logits, state = together.step(task, state, image)
+            for place, method in enumerate(methods):
+                expected, plain[place] = method.step(task, plain[place], image)
+                assert_close(logits[place], expected, "twin", f"{method}")
+        for place, end in enumerate(plain):
+            assert int(state.updates[place]) == int(end.updates)
+            torch.testing.assert_close(state.text[place], end.text)

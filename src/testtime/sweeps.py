@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,8 @@ from testtime.features import unit_views
 from testtime.methods.base import leaves
 from testtime.types import InputError, Method, Task
 
-ABREAST = 2**23  # bytes of state that runs side by side may take: with what is worked on, they stay in a cache
+# bytes of state that runs side by side may take: on a CPU, they stay in a cache with what is worked on
+ABREAST = {"cpu": 2**23, "cuda": 2**32}
 
 
 def sweep(task: Task, methods: Sequence[Method], chunks: Iterable[Tensor]) -> list[Tensor]:
@@ -38,7 +40,7 @@ def sweep(task: Task, methods: Sequence[Method], chunks: Iterable[Tensor]) -> li
         method.check(task)
     runs = [_Runs(task, methods, places) for places in _abreast(task, methods)]
     logits: list[list[Tensor]] = [[] for _ in methods]
-    count, threads = 0, torch.get_num_threads()
+    count, threads = 0, torch.get_num_threads() if task.text.is_cpu else 1
     # a core to each group of runs is better used than many cores to each small product
     with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         for chunk in chunks:
@@ -52,20 +54,35 @@ def sweep(task: Task, methods: Sequence[Method], chunks: Iterable[Tensor]) -> li
 class _Runs:
     """Methods that go through the stream together: side by side in a fast twin, or one by one."""
 
-    def __init__(self, task: Task, methods: Sequence[Method], places: Sequence[int]) -> None:
-        self.task, self.places = task, places
-        self.runner = fast.runner(task, [methods[place] for place in places])
-        self.sessions = [] if self.runner else [Session(task, methods[place]) for place in places]
+    def __init__(self, task: Task, methods: Sequence[Any], places: Sequence[int]) -> None:
+        self.task, self.places, self.methods = task, places, [methods[place] for place in places]
+        self.runner = fast.runner(task, self.methods)
+        self.graph: Any = None
+        self.sessions: list[Session] = []
+        if self.runner is None and fast.shape(task, self.methods[0]) is None:
+            self.sessions = [Session(task, method) for method in self.methods]
 
     def scan(self, chunk: Tensor, count: int) -> dict[int, Tensor]:
         """Logits (n, C) of a chunk that comes after `count` images, by the method's place."""
-        if self.runner is None:
+        if self.sessions:
             rows = [session.scan(chunk) for session in self.sessions]
         else:
             views = unit_views(chunk, self.task.text, count)
             with torch.inference_mode():
-                rows = list(torch.stack([self.runner.step(image)[0] for image in views], 1))
+                rows = list(self._side_by_side(views))
         return {place: row.clone() for place, row in zip(self.places, rows, strict=True)}
+
+    def _side_by_side(self, views: Tensor) -> Tensor:
+        """Logits (S, n, C) of unit views (n, V, D)."""
+        if self.runner is not None:
+            return torch.stack([self.runner.step(image)[0] for image in views], 1)
+        if self.graph is None:
+            from testtime.fast.abreast import Abreast
+            from testtime.fast.graph import Runner
+
+            together: Any = Abreast(self.task, self.methods)
+            self.graph = Runner(together, self.task, views.shape[1], compile=False)
+        return self.graph.run(views).transpose(0, 1)
 
 
 def _abreast(task: Task, methods: Sequence[Method]) -> list[list[int]]:
@@ -73,7 +90,7 @@ def _abreast(task: Task, methods: Sequence[Method]) -> list[list[int]]:
     groups: dict[object, list[list[int]]] = {}
     for place, method in enumerate(methods):
         together = groups.setdefault(fast.shape(task, method), [[]])
-        if together[-1] and (len(together[-1]) + 1) * _size(task, method) > ABREAST:
+        if together[-1] and (len(together[-1]) + 1) * _size(task, method) > ABREAST[task.text.device.type]:
             together.append([])
         together[-1].append(place)
     return [group for together in groups.values() for group in together]

@@ -27,20 +27,21 @@ class Runner(Protocol):
 
 def shape(task: Task, method: Method) -> Hashable:
     """What methods that run side by side have in common, or None where a method has no fast twin here."""
+    from testtime.fast import forms
     from testtime.methods.dpe import DPE
 
-    # a class derived from DPE may do something else; numba is an extra
-    if type(method) is DPE and task.text.is_cpu and find_spec("numba"):
-        from testtime.fast import dpe
-
-        return dpe.shape(method) if dpe.fits(method) else None
-    return None
+    # a class derived from DPE may do something else
+    if type(method) is not DPE or not forms.fits(method):
+        return None
+    if task.text.is_cuda:
+        return None if method.multi_view_prediction else forms.shape(method)
+    return forms.shape(method) if find_spec("numba") else None  # numba is an extra
 
 
 def runner(task: Task, methods: Sequence[Any], states: Sequence[Any] | None = None) -> Runner | None:
-    """A fast twin of methods of one `shape` that goes on from `states`, or None where there is none."""
+    """A fast twin on the CPU of methods of one `shape` that goes on from `states`, or None where there is none."""
     shapes = {shape(task, method) for method in methods}
-    if len(shapes) > 1 or None in shapes:
+    if task.text.is_cuda or len(shapes) > 1 or None in shapes:
         return None
     from testtime.fast import dpe
 

@@ -1,0 +1,152 @@
+"""Settings of DPE side by side on a GPU: one pure step with a leading settings axis, for graphs to capture.
+
+One step of one setting leaves most of a GPU idle, so S of them cost little more. The arithmetic is that of
+`methods.dpe` in its released form; like a method, this has `init` and `step`, and its state is a NamedTuple of tensors
+(S, ...). Nothing looks at a tensor's value. S runs, V views, C classes, D features, M slots.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from testtime import ops
+from testtime.methods.dpe import DPE
+from testtime.types import Task
+
+
+class State(NamedTuple):
+    text: Tensor  # (S, C, D)
+    updates: Tensor  # (S,)
+    keys: Tensor  # (S, C, M, D)
+    cost: Tensor  # (S, C, M)
+    visual: Tensor  # (S, C, D)
+
+
+class Abreast:
+    """DPE under S settings at once; a method for `graph.Runner`, whose answers are logits (S, C)."""
+
+    name = "dpe, side by side"
+
+    def __init__(self, task: Task, methods: Sequence[DPE]) -> None:
+        like = task.text
+
+        def each(*values: float) -> Tensor:
+            return like.new_tensor(values)[:, None]  # (S, 1)
+
+        self.methods = tuple(methods)
+        self.alpha = each(*(m.alpha * (task.scale if m.scale_affinity else 1.0) for m in methods))
+        self.beta = each(*(m.beta for m in methods))
+        self.entropy_weight = each(*(m.entropy_weight for m in methods))
+        self.temperature = each(*(m.align_temperature for m in methods))[..., None]
+        self.align_weight = each(*(m.align_weight / m.align_temperature if m.queue else 0.0 for m in methods))
+        self.eps = each(*(m.adamw_eps for m in methods))
+        self.lr_text, self.lr_visual = each(*(m.lr_text for m in methods)), each(*(m.lr_image for m in methods))
+        self.bits = each(*(1 / math.log(task.classes, 2 if m.entropy_unit == "log2" else math.e) for m in methods))
+        self.threshold = each(*(m.entropy_threshold for m in methods))
+        self.keeps_below = each(*(float(m.gate_keeps == "below") for m in methods)) > 0
+        self.evolves = each(*(float(m.text_update != "none") for m in methods)) > 0
+        self.renormalises = each(*(float(m.renormalise_text) for m in methods))[..., None] > 0
+        # how far text prototypes move; cumulative averages count instead
+        shares = {"full": 1.0, "cumulative": 0.0, "none": 0.0}
+        self.share = each(*(shares.get(m.text_update, 1 - m.text_decay) for m in methods))
+        self.cumulative = each(*(float(m.text_update == "cumulative") for m in methods)) > 0
+        self.prompt_count = each(*(float(m.prompt_count) for m in methods))
+        self.runs = torch.arange(len(methods), device=like.device)
+        self.same = torch.eye(task.classes, device=like.device, dtype=like.dtype)
+
+    def init(self, task: Task) -> State:
+        """Every run before the first image."""
+        states = [method.init(task) for method in self.methods]
+        parts = [(state.text, state.updates, *state.queue, state.visual) for state in states]
+        return State(*(torch.stack(part) for part in zip(*parts, strict=True)))
+
+    def step(self, task: Task, state: State, views: Tensor) -> tuple[Tensor, State]:
+        """Logits (S, C) and the next state for one image's unit views (V, D)."""
+        method, scale = self.methods[0], task.scale
+        text_length = state.text.norm(dim=2, keepdim=True)
+        t = state.text / text_length
+        # 1. which queue the image belongs to, and how confidently
+        feature, logit, entropy = self._confident(views, scale * (views @ t.mT))
+
+        # 2. evolve the visual prototypes
+        keys, cost, visual = state.keys, state.cost, state.visual
+        if method.queue:
+            keys, cost, visual = self._pushed(state, logit.argmax(1), feature, entropy * self.bits[:, 0])
+        seen = (cost < torch.inf).any(2).to(t)  # (S, C)
+        visual_length = visual.norm(dim=2, keepdim=True)
+        visual_length = torch.where(visual_length == 0, 1, visual_length)
+        v = visual / visual_length
+
+        # 3. prototype residual learning
+        clean, height = views[0], self.alpha * seen
+        adapted, adapted_visual = t, v
+        if method.steps:
+            boost = height * (self.beta * ((v @ feature[..., None])[..., 0] - 1)).exp()
+            log_p = (logit + boost).log_softmax(1)
+            p = log_p.exp()
+            gain = self.align_weight / seen.sum(1, keepdim=True).clamp_min(1)
+            gain = torch.where(gain == 0, 1, gain)
+            slope = p * ((p * log_p).sum(1, keepdim=True) - log_p) * (self.entropy_weight / gain)
+            pull_text, pull_visual = self._pulls(t, v, seen)
+            eps = (self.eps / gain)[..., None]
+            by_text = pull_text + (scale * slope)[..., None] * feature[:, None]
+            by_visual = pull_visual + (self.beta * boost * slope)[..., None] * feature[:, None]
+            adapted = _nudged(state.text, t, by_text, eps * text_length, self.lr_text)
+            adapted_visual = _nudged(visual, v, by_visual, eps * visual_length, self.lr_visual)
+
+        # 4. prototype-based inference with both sets
+        near = adapted_visual @ clean
+        logits = scale * (adapted @ clean) + height * (self.beta * (near - 1)).exp()
+
+        # 5. evolve the text prototypes with images that are confident enough
+        calm = ops.entropy(logits)[:, None] * self.bits < self.threshold
+        accepted = (calm == self.keeps_below) & self.evolves  # (S, 1)
+        share = torch.where(self.cumulative, 1 / (state.updates[:, None] + self.prompt_count + 1), self.share)
+        text = torch.lerp(state.text, adapted, (share * accepted).to(t)[..., None])
+        text = torch.where(self.renormalises & accepted[..., None], ops.unit(text), text)
+        return logits, State(text, state.updates + accepted[:, 0], keys, cost, visual)
+
+    def _confident(self, views: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The mean feature (S, D) of each run's confident views, its logit (S, C), and their votes' entropy (S,)."""
+        if len(views) == 1:
+            return views.expand(len(logits), -1), logits[:, 0], ops.entropy(logits[:, 0])
+        keep = ops.kept(len(views), self.methods[0].selection)
+        chosen = ops.entropy(logits).argsort(dim=1, stable=True)[:, :keep]  # (S, k)
+        logits = logits.gather(1, chosen[..., None].expand(-1, -1, logits.shape[2]))
+        vote = logits.log_softmax(-1).logsumexp(1) - math.log(keep)
+        return views[chosen].mean(1), logits.mean(1), -(vote.exp() * vote).sum(-1)
+
+    def _pushed(self, state: State, label: Tensor, feature: Tensor, price: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queues, their costs and the visual prototypes after offering each run its feature."""
+        slots = state.cost.shape[2]
+        place = self.runs, label
+        # the newcomer stands last, so a stable sort leaves it behind its equals; then the last one falls out
+        costs, order = torch.cat([state.cost[place], price[:, None]], 1).sort(dim=1, stable=True)
+        rows = torch.cat([state.keys[place], feature[:, None]], 1)
+        rows = rows.gather(1, order[:, :slots, None].expand(-1, -1, rows.shape[2]))
+        costs = costs[:, :slots]
+        mean = rows.sum(1) / (costs < torch.inf).sum(1, keepdim=True).clamp_min(1)
+        return (
+            state.keys.index_put(place, rows),
+            state.cost.index_put(place, costs),
+            state.visual.index_put(place, mean),
+        )
+
+    def _pulls(self, t: Tensor, v: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+        """How the alignment pulls each text and each visual prototype: (S, C, D) both; zero in runs without it."""
+        absent = (seen - 1) * torch.finfo(t.dtype).max
+        pull = ((v @ t.mT) / self.temperature + absent[:, None]).softmax(2) - self.same
+        pull = pull * (self.align_weight > 0)[..., None]
+        return pull.mT @ v, pull @ t
+
+
+def _nudged(start: Tensor, at: Tensor, slope: Tensor, soft: Tensor, lr: Tensor) -> Tensor:
+    """Unit prototypes (S, C, D) after one step of AdamW from zero residuals, down `slope` across `at`."""
+    slope = slope - at * (slope * at).sum(2, keepdim=True)
+    moved = start - lr[..., None] * (slope / (slope.abs() + soft))
+    return moved / moved.norm(dim=2, keepdim=True).clamp_min(1e-12)
