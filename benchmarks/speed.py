@@ -40,10 +40,10 @@ from testtime import ops  # noqa: E402
 from testtime.encode import encode_views  # noqa: E402
 from testtime.fast import graph, pipeline  # noqa: E402
 from testtime.fast import views as fast_views  # noqa: E402
+from testtime.fast.draw import draw  # noqa: E402
 from testtime.fast.encoder import FastEncoder  # noqa: E402
 from testtime.files import write_atomic  # noqa: E402
 from testtime.types import Task  # noqa: E402
-from testtime.views import sample_views  # noqa: E402
 from testtime.views import views as pillow_views  # noqa: E402
 
 EXTENT = (500, 375)  # about what ImageNet's photographs are
@@ -259,9 +259,9 @@ def views(bench: Bench) -> None:
     for augmix in (False, True):
         name = "AugMix" if augmix else "crops"
         options = dict(seed=0, index=5, augmix=augmix)
-        sampled = sample_views(image.size, bench.views, looks.size, **options)
-        draw = bench.ms(partial(sample_views, image.size, bench.views, looks.size, **options))
-        bench.note("views", f"{name}: drawing what is random", draw)
+        sampled = draw(image.size, bench.views, looks.size, **options)
+        drawing = bench.ms(partial(draw, image.size, bench.views, looks.size, **options))
+        bench.note("views", f"{name}: drawing what is random", drawing)
         ours = fast_views.grey_views([picture], [sampled], looks)[0]
         make = partial(fast_views.grey_views, [picture], [sampled], looks)
         bench.note("views", f"{name}: one image", bench.ms(make))
@@ -288,7 +288,7 @@ def decode(bench: Bench) -> None:
     bench.note(
         "decode", "Pillow, one thread", bench.ms(lambda: [pipeline.read_image(file) for file in files], 3, 1) / each
     )
-    made = [pipeline.Prepared(file, 0, pipeline._plain_jpeg(file)[0], []) for file in files]  # type: ignore[index]
+    made = [pipeline.Prepared(file, 0, pipeline._plain_jpeg(file)[0], None) for file in files]  # type: ignore[index]
     fours = [made[start : start + 4] for start in range(0, each, 4)]
     on_device = bench.ms(lambda: [pipeline._decode(four, bench.device) for four in fours], 3, 1) / each
     bench.note("decode", "torchvision on the device, batches of 4", on_device)
