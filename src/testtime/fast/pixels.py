@@ -5,6 +5,9 @@ each step of the chains, one that builds the tables of operations that look at t
 carries out all nine, and one that mixes. What is the same for a picture is a row of numbers that a kernel reads.
 """
 
+# Triton reads the annotations of kernels itself, and knows but its own
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -19,6 +22,8 @@ from torch import Tensor
 from testtime.fast.draw import NAMES, NOTHING, STEPS, Mixes
 from testtime.views import CHAINS
 
+# as Pillow computes: a sum is rounded after its product
+ROUNDED: dict[str, Any] = {"enable_fp_fusion": False}
 BUDGET = 2**30  # bytes for rows resampled across, beyond which images are done one after another
 
 # Columns of an axis of a view: those of `testtime.fast.views.Axis`, and of the image it is taken from
@@ -67,11 +72,15 @@ def _crop(pictures: Sequence[Tensor], axes: np.ndarray, reach: np.ndarray, out: 
     block = triton.next_power_of_2(size)
     high = max(1, 2048 // block)  # rows of a program
     with _on(device):
-        _weigh[(count * views * 2,)](on_device, weights, first, size, most, BLOCK=block)
-        grid = count * views, triton.cdiv(tall, high)
-        _resample_across[grid](pixels, on_device, weights, first, across, size, most, tall, HIGH=high, BLOCK=block)
+        _weigh[(count * views * 2,)](on_device, weights, first, size, most, BLOCK=block, **ROUNDED)
+        strips = count * views, triton.cdiv(tall, high)
+        _resample_across[strips](
+            pixels, on_device, weights, first, across, size, most, tall, HIGH=high, BLOCK=block, **ROUNDED
+        )
         grid = count * views, triton.cdiv(size, high), 3
-        _resample_down[grid](on_device, weights, first, across, out, size, most, tall, HIGH=high, BLOCK=block)
+        _resample_down[grid](
+            on_device, weights, first, across, out, size, most, tall, HIGH=high, BLOCK=block, **ROUNDED
+        )
 
 
 def mix(grey: Tensor, mixes: Sequence[Mixes]) -> None:
@@ -91,12 +100,12 @@ def mix(grey: Tensor, mixes: Sequence[Mixes]) -> None:
         for number, step in enumerate(steps):
             target, first = places[number % 2], number == 0
             shape = size, views
-            _tabulate[(pictures, 3)](source, step, tables, *shape, FIRST=first, BLOCK=2048, enable_fp_fusion=False)
+            _tabulate[(pictures, 3)](source, step, tables, *shape, FIRST=first, BLOCK=2048, **ROUNDED)
             grid = pictures, triton.cdiv(size * size, 1024)
-            _operate[grid](source, step, tables, target, *shape, FIRST=first, BLOCK=1024)
+            _operate[grid](source, step, tables, target, *shape, FIRST=first, BLOCK=1024, **ROUNDED)
             source = target
         grid = pictures // CHAINS, triton.cdiv(3 * size * size, 2048)
-        _blend[grid](grey, source, weights, size, views, CHAINS=CHAINS, BLOCK=2048)
+        _blend[grid](grey, source, weights, size, views, CHAINS=CHAINS, BLOCK=2048, **ROUNDED)
 
 
 def _plan(mixes: Sequence[Mixes], size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -183,9 +192,7 @@ def _level(total):
 
 
 @triton.jit(do_not_specialize=["size", "most", "tall"])
-def _resample_across(
-    pixels, axes, weights, first, out, size, most, tall, HIGH: tl.constexpr, BLOCK: tl.constexpr
-):
+def _resample_across(pixels, axes, weights, first, out, size, most, tall, HIGH: tl.constexpr, BLOCK: tl.constexpr):
     """Some rows of a view's box, resampled across: part of (3, tall, size) uint8."""
     view = tl.program_id(0).to(tl.int64)
     across, down = axes + 2 * view * AXIS, axes + (2 * view + 1) * AXIS
