@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -163,7 +163,7 @@ class _Work:
         self.device = getattr(encoder, "device", torch.device("cpu"))
         self.matrices = isinstance(encoder, FastEncoder)
         self.decodes = decode == "torchvision" and self.matrices
-        self.side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self.side = _side(self.device) if self.device.type == "cuda" else None
         self.ahead = AHEAD if self.side is not None else 0  # where nothing runs by itself, nothing is gained
 
     def prepare(self, index: int, source: Source) -> Prepared:
@@ -247,6 +247,12 @@ class _Work:
             else:
                 pictures[row] = picture.to(self.device, non_blocking=True)
         return pictures
+
+
+@cache
+def _side(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which views are made and encoded; the same for all, since each keeps memory of its own."""
+    return torch.cuda.Stream(device)
 
 
 def _outcome(future: Future[Prepared]) -> Prepared | InputError:
