@@ -74,7 +74,7 @@ def draw(
 
 def entries(drawn: Drawn) -> list[ViewParameters]:
     """The same draw, as `sample_views` gives it."""
-    crops = [CropParameters(*box, bool(flip)) for *box, flip in drawn.crops.tolist()]
+    crops = [CropParameters(top, left, h, w, flip > 0) for top, left, h, w, flip in drawn.crops.tolist()]
     if drawn.mixes is None:
         return [ViewParameters(crop, None) for crop in crops]
     found = []
