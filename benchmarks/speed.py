@@ -193,9 +193,33 @@ def step(bench: Bench) -> None:
             bench.note("step", f"{kind}: largest difference of a logit", float((logits - expected).abs().max()), "")
             runner.load(task, start)
             bench.note("step", kind, bench.ms(partial(runner.run, many)) / len(many))
+            if name == "dpe":
+                bench.note("step", f"{kind}: the same, classes alike", apart_where_alike(bench, runner, method), "")
             if bench.gpu and name == "dpe":
                 bench.profiled[f"one step, {kind}"] = partial(runner.run, stream[:1])
     products(bench, task, state)
+
+
+def apart_where_alike(bench: Bench, runner: graph.Runner, method: Any) -> float:
+    """Largest difference of a logit from the plain step, classes being so alike that the alignment has work to do."""
+    noise, dim, classes = torch.Generator().manual_seed(0), runner.task.dim, bench.classes
+
+    def rows(*shape: int) -> Tensor:
+        return ops.unit(torch.randn(*shape, dim, generator=noise))
+
+    own, kind, gap = rows(classes), rows(classes // 10).repeat(10, 1), 1.5 * rows(1)
+    text = ops.unit(1.5 * rows(1) + 0.6 * kind + own)
+    likely = gap + 0.35 * own + 0.3 * kind  # what images of a class have in common
+    task = Task(text.to(bench.device), runner.task.names, scale=runner.task.scale)
+    keys = ops.unit(likely[:, None] + 0.8 * rows(classes, 3)).to(bench.device)
+    stream = ops.unit(likely[torch.arange(16), None] + 0.8 * rows(16, bench.views)).to(bench.device)
+    state = method.init(task)
+    queue = state.queue._replace(keys=keys, cost=torch.full_like(state.queue.cost, 0.3))
+    state = state._replace(queue=queue, visual=keys.mean(1))
+    with torch.inference_mode():
+        expected, _ = method.scan(task, state, stream)
+    runner.load(task, state)
+    return float((runner.run(stream) - expected).abs().max())
 
 
 def products(bench: Bench, task: Task, state: Any) -> None:
