@@ -210,7 +210,7 @@ def apart_where_alike(bench: Bench, runner: graph.Runner, method: Any) -> float:
     own, kind, gap = rows(classes), rows(classes // 10).repeat(10, 1), 1.5 * rows(1)
     text = ops.unit(1.5 * rows(1) + 0.6 * kind + own)
     likely = gap + 0.35 * own + 0.3 * kind  # what images of a class have in common
-    task = Task(text.to(bench.device), runner.task.names, scale=runner.task.scale)
+    task = Task(text.to(bench.device), runner.task.classnames, scale=runner.task.scale)
     keys = ops.unit(likely[:, None] + 0.8 * rows(classes, 3)).to(bench.device)
     stream = ops.unit(likely[torch.arange(16), None] + 0.8 * rows(16, bench.views)).to(bench.device)
     state = method.init(task)
