@@ -40,10 +40,10 @@ from testtime import ops  # noqa: E402
 from testtime.encode import encode_views  # noqa: E402
 from testtime.fast import graph, pipeline  # noqa: E402
 from testtime.fast import views as fast_views  # noqa: E402
+from testtime.fast.draw import draw  # noqa: E402
 from testtime.fast.encoder import FastEncoder  # noqa: E402
 from testtime.files import write_atomic  # noqa: E402
 from testtime.types import Task  # noqa: E402
-from testtime.views import sample_views  # noqa: E402
 from testtime.views import views as pillow_views  # noqa: E402
 
 EXTENT = (500, 375)  # about what ImageNet's photographs are
@@ -193,9 +193,33 @@ def step(bench: Bench) -> None:
             bench.note("step", f"{kind}: largest difference of a logit", float((logits - expected).abs().max()), "")
             runner.load(task, start)
             bench.note("step", kind, bench.ms(partial(runner.run, many)) / len(many))
+            if name == "dpe":
+                bench.note("step", f"{kind}: the same, classes alike", apart_where_alike(bench, runner, method), "")
             if bench.gpu and name == "dpe":
                 bench.profiled[f"one step, {kind}"] = partial(runner.run, stream[:1])
     products(bench, task, state)
+
+
+def apart_where_alike(bench: Bench, runner: graph.Runner, method: Any) -> float:
+    """Largest difference of a logit from the plain step, classes being so alike that the alignment has work to do."""
+    noise, dim, classes = torch.Generator().manual_seed(0), runner.task.dim, bench.classes
+
+    def rows(*shape: int) -> Tensor:
+        return ops.unit(torch.randn(*shape, dim, generator=noise))
+
+    own, kind, gap = rows(classes), rows(classes // 10).repeat(10, 1), 1.5 * rows(1)
+    text = ops.unit(1.5 * rows(1) + 0.6 * kind + own)
+    likely = gap + 0.35 * own + 0.3 * kind  # what images of a class have in common
+    task = Task(text.to(bench.device), runner.task.classnames, scale=runner.task.scale)
+    keys = ops.unit(likely[:, None] + 0.8 * rows(classes, 3)).to(bench.device)
+    stream = ops.unit(likely[torch.arange(16), None] + 0.8 * rows(16, bench.views)).to(bench.device)
+    state = method.init(task)
+    queue = state.queue._replace(keys=keys, cost=torch.full_like(state.queue.cost, 0.3))
+    state = state._replace(queue=queue, visual=keys.mean(1))
+    with torch.inference_mode():
+        expected, _ = method.scan(task, state, stream)
+    runner.load(task, state)
+    return float((runner.run(stream) - expected).abs().max())
 
 
 def products(bench: Bench, task: Task, state: Any) -> None:
@@ -259,9 +283,9 @@ def views(bench: Bench) -> None:
     for augmix in (False, True):
         name = "AugMix" if augmix else "crops"
         options = dict(seed=0, index=5, augmix=augmix)
-        sampled = sample_views(image.size, bench.views, looks.size, **options)
-        draw = bench.ms(partial(sample_views, image.size, bench.views, looks.size, **options))
-        bench.note("views", f"{name}: drawing what is random", draw)
+        sampled = draw(image.size, bench.views, looks.size, **options)
+        drawing = bench.ms(partial(draw, image.size, bench.views, looks.size, **options))
+        bench.note("views", f"{name}: drawing what is random", drawing)
         ours = fast_views.grey_views([picture], [sampled], looks)[0]
         make = partial(fast_views.grey_views, [picture], [sampled], looks)
         bench.note("views", f"{name}: one image", bench.ms(make))
@@ -288,7 +312,7 @@ def decode(bench: Bench) -> None:
     bench.note(
         "decode", "Pillow, one thread", bench.ms(lambda: [pipeline.read_image(file) for file in files], 3, 1) / each
     )
-    made = [pipeline.Prepared(file, 0, pipeline._plain_jpeg(file)[0], []) for file in files]  # type: ignore[index]
+    made = [pipeline.Prepared(file, 0, pipeline._plain_jpeg(file)[0], None) for file in files]  # type: ignore[index]
     fours = [made[start : start + 4] for start in range(0, each, 4)]
     on_device = bench.ms(lambda: [pipeline._decode(four, bench.device) for four in fours], 3, 1) / each
     bench.note("decode", "torchvision on the device, batches of 4", on_device)

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from testtime import views as plain
 from testtime.fast import views as fast
+from testtime.fast.draw import draw
 from testtime.types import InputError
-from testtime.views import OPERATIONS, Operation, Preprocess, sample_views
+from testtime.views import OPERATIONS, Operation, Preprocess
 
 LEVEL = 1 / 255
 AMOUNTS = {
@@ -110,7 +111,7 @@ def test_augmix_views_are_pillows() -> None:
 @pytest.mark.parametrize("precision, most", [(torch.float16, 0.5), (torch.bfloat16, 3)])
 def test_lower_precision_stays_within_a_level(augmix: bool, precision: torch.dtype, most: float) -> None:
     image = photo(300, 200)
-    sampled = sample_views(image.size, 12, 48, seed=3, index=1, augmix=augmix)
+    sampled = draw(image.size, 12, 48, seed=3, index=1, augmix=augmix)
     grey = fast.grey_views([fast.as_picture(image)], [sampled], raw(), precision=precision)[0]
     assert grey.dtype == precision
     expected = plain.views(image, 12, raw(), seed=3, index=1, augmix=augmix)
@@ -120,7 +121,7 @@ def test_lower_precision_stays_within_a_level(augmix: bool, precision: torch.dty
 
 def test_images_of_several_sizes_are_those_alone() -> None:
     images = [photo(90, 70), photo(64, 128, 1), photo(31, 33, 2)]
-    sampled = [sample_views(image.size, 6, 48, seed=0, index=i, augmix=True) for i, image in enumerate(images)]
+    sampled = [draw(image.size, 6, 48, seed=0, index=i, augmix=True) for i, image in enumerate(images)]
     together = fast.grey_views([fast.as_picture(image) for image in images], sampled, raw())
     for row, image in enumerate(images):
         alone = fast.grey_views([fast.as_picture(image)], [sampled[row]], raw())[0]
@@ -129,7 +130,7 @@ def test_images_of_several_sizes_are_those_alone() -> None:
 
 def test_long_strip_goes_through_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
     image, short = photo(20, 400), photo(90, 70)
-    sampled = [sample_views(each.size, 5, 48, seed=0, index=0) for each in (short, image)]
+    sampled = [draw(each.size, 5, 48, seed=0, index=0) for each in (short, image)]
     whole = fast.grey_views([fast.as_picture(each) for each in (short, image)], sampled, raw())
     monkeypatch.setattr(fast, "LONGEST", 300)
     strip = fast.grey_views([fast.as_picture(each) for each in (short, image)], sampled, raw())

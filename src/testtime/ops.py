@@ -7,6 +7,7 @@ Nothing here branches on a tensor's value, so every function can be compiled, ca
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
@@ -14,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 BLOCK = 2**18  # numbers worked on at a time where rows are independent: 1 MB in float32
+
+Product = Callable[[Tensor, Tensor], Tensor]  # of two matrices
 
 
 def unit(x: Tensor) -> Tensor:
@@ -126,13 +129,19 @@ class Slope(NamedTuple):
 
 
 def slopes(
-    rows: Tensor, text: Prototypes, visual: Prototypes, seen: Tensor, aligned: Tensor, objective: Objective
+    rows: Tensor,
+    text: Prototypes,
+    visual: Prototypes,
+    seen: Tensor,
+    aligned: Tensor,
+    objective: Objective,
+    product: Product | None = None,
 ) -> tuple[Slope, Slope]:
     """Gradients of `loss` by the directions of text and of visual prototypes.
 
     `rows` (R, D) are the features whose predictions are averaged; `seen` and `aligned` (C,) are 0 or 1 and say
     which classes have a visual prototype and which take part in the alignment. Visual prototypes of classes that
-    are not seen must be zero, and their own gradient means nothing.
+    are not seen must be zero, and their own gradient means nothing. `product` multiplies the large matrices.
     """
     t, v = text.direction, visual.direction
     boost = affinity(rows @ v.T, objective.alpha, objective.beta) * seen  # (R, C)
@@ -149,21 +158,32 @@ def slopes(
     absent = (aligned - 1) * torch.finfo(t.dtype).max  # finite, so that a row of nothing but absent is no NaN
     # beta=0 drops the mask: on the CPU looking costs nothing, and once every class is there it masks nothing
     beta = 0 if aligned.is_cpu and aligned.all() else 1
-    pull = _misplaced(torch.addmm(absent, v, t.T, beta=beta, alpha=1 / objective.align_temperature), 1)  # image by text
+    if product is None:
+        similarity = torch.addmm(absent, v, t.T, beta=beta, alpha=1 / objective.align_temperature)
+    else:
+        similarity = product(v, t.T) / objective.align_temperature + absent
+    pull = _misplaced(similarity, 1)  # image by text
     if aligned is not seen:
         pull.mul_(aligned[:, None])  # otherwise their visual prototypes, zero, pull nothing
     if objective.align_both:
         back = torch.addmm(absent[:, None], v, t.T, alpha=1 / objective.align_temperature)
         pull.mul_(aligned[:, None]).addcmul_(_misplaced(back, 0), aligned)
-    return Slope(gain, by_text, rows, pull.T @ v), Slope(gain, by_visual, rows, pull @ t)
+    product = product or torch.mm
+    return Slope(gain, by_text, rows, product(pull.T, v)), Slope(gain, by_visual, rows, product(pull, t))
 
 
 def gradient(
-    rows: Tensor, text: Prototypes, visual: Prototypes, seen: Tensor, aligned: Tensor, objective: Objective
+    rows: Tensor,
+    text: Prototypes,
+    visual: Prototypes,
+    seen: Tensor,
+    aligned: Tensor,
+    objective: Objective,
+    product: Product | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of `loss` by text and by visual prototypes, without autograd: two tensors (C, D)."""
     scratch = torch.empty_like(text.direction)
-    by_text, by_visual = slopes(rows, text, visual, seen, aligned, objective)
+    by_text, by_visual = slopes(rows, text, visual, seen, aligned, objective, product)
     return (
         by_text.across(0, len(seen), text.direction, scratch).mul_(by_text.gain / text.length),
         by_visual.across(0, len(seen), visual.direction, scratch).mul_(by_visual.gain * seen[:, None] / visual.length),
@@ -206,21 +226,23 @@ def learn(
     objective: Objective,
     adams: tuple[AdamW, AdamW],
     steps: int,
+    product: Product | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Unit text and visual prototypes (C, D) after `steps` updates of residuals on them that start at zero.
 
-    `at_text` is `text` taken apart; `adams` move the residuals of text and of visual prototypes.
+    `at_text` is `text` taken apart; `adams` move the residuals of text and of visual prototypes. `product`
+    multiplies the large matrices, by default torch.mm.
     """
     for_text, for_visual = adams
     if steps == 1:
         at_visual = prototypes(visual)
-        down_text, down_visual = slopes(rows, at_text, at_visual, seen, aligned, objective)
+        down_text, down_visual = slopes(rows, at_text, at_visual, seen, aligned, objective, product)
         return first_step(at_text, down_text, for_text), first_step(at_visual, down_visual, for_visual)
     d_text, d_visual = torch.zeros_like(text), torch.zeros_like(visual)
     m_text = m_visual = None
     for number in range(1, steps + 1):
         at_text, at_visual = prototypes(text + d_text), prototypes(visual + d_visual)
-        by_text, by_visual = gradient(rows, at_text, at_visual, seen, aligned, objective)
+        by_text, by_visual = gradient(rows, at_text, at_visual, seen, aligned, objective, product)
         d_text, m_text = for_text.step(d_text, by_text, m_text, number)
         d_visual, m_visual = for_visual.step(d_visual, by_visual, m_visual, number)
     return unit(text + d_text), unit(visual + d_visual)

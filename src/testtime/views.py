@@ -129,13 +129,7 @@ def sample_views(
     scale: tuple[float, float] = (0.08, 1.0),
 ) -> list[ViewParameters]:
     """What `views` will do for an image of `extent` (width, height): count - 1 entries, for rows 1 and on."""
-    if count < 1:
-        raise InputError(f"The number of views must be 1 or more; got {count}.")
-    for name, value in (("seed", seed), ("index", index)):
-        if not 0 <= value < 2**64:
-            raise InputError(f"The {name} of the views must be from 0 to 2**64 - 1; got {value}.")
-    if not 0 < scale[0] <= scale[1] <= 1:
-        raise InputError(f"The crop scale must be a range within 0 to 1, such as (0.08, 1.0); got {scale}.")
+    check_draw(count, seed, index, scale)
     sampled = []
     for row in range(1, count):
         # only `random()` is drawn from it: unlike `dirichlet` or `integers`, that has never changed in numpy
@@ -145,6 +139,17 @@ def sample_views(
         crop = sample_crop(extent, random, scale)
         sampled.append(ViewParameters(crop, sample_augmix(size, random) if augmix else None))
     return sampled
+
+
+def check_draw(count: int, seed: int, index: int, scale: tuple[float, float]) -> None:
+    """Refuse what no views can be drawn with."""
+    if count < 1:
+        raise InputError(f"The number of views must be 1 or more; got {count}.")
+    for name, value in (("seed", seed), ("index", index)):
+        if not 0 <= value < 2**64:
+            raise InputError(f"The {name} of the views must be from 0 to 2**64 - 1; got {value}.")
+    if not 0 < scale[0] <= scale[1] <= 1:
+        raise InputError(f"The crop scale must be a range within 0 to 1, such as (0.08, 1.0); got {scale}.")
 
 
 def sample_crop(extent: tuple[int, int], random: Callable[[], float], scale: tuple[float, float]) -> CropParameters:

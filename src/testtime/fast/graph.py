@@ -79,9 +79,14 @@ class Runner:
     ) -> None:
         on_gpu = task.text.is_cuda
         self.method = method
+        self._stepping = method
         self.sizes = (steps, 1) if steps > 1 else (1,)
         self._compile = on_gpu if compile is None else compile
         self._graphs = on_gpu if graphs is None else graphs
+        if on_gpu and self._compile:
+            from testtime.fast.products import split
+
+            self._stepping = split(method, task)
         self._captured: dict[int, Callable[[], object]] = {}
         with torch.inference_mode(False), torch.no_grad():
             self.task = replace(task, text=task.text.clone(), context=None)
@@ -135,6 +140,9 @@ class Runner:
         try:
             self._steps(1)
         except Exception as error:  # a compiler fails in its own ways, and they have no common root
+            if self._stepping is not self.method:  # perhaps it was the products
+                self._stepping, self._step = self.method, compiled(_step)
+                return self._try_compiled()
             warn_once(f"The step of '{self.method.name}' cannot be compiled, and runs slower ({reason(error)}).")
             self._step = _step
 
@@ -147,7 +155,7 @@ class Runner:
             return lambda: self._steps(size)
 
     def _steps(self, size: int) -> None:
-        rows = [self._step(self.method, self.task, self._state, self._views[row]) for row in range(size)]
+        rows = [self._step(self._stepping, self.task, self._state, self._views[row]) for row in range(size)]
         torch.stack(rows, out=self._logits[:size])
 
 

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -23,12 +23,12 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from testtime.fast.draw import Drawn, draw
 from testtime.fast.encoder import FastEncoder
 from testtime.fast.graph import Runner
 from testtime.fast.views import as_picture, grey_views
 from testtime.images import MAX_PIXELS, read_image
 from testtime.types import Encoder, ImageError, InputError, StoredImage
-from testtime.views import ViewParameters, sample_views
 from testtime.views import views as make_views
 
 AHEAD = 2  # groups encoded before they are asked for
@@ -63,7 +63,7 @@ class Prepared(NamedTuple):
     source: Source
     number: int  # that its views are drawn with
     pixels: Tensor  # (H, W, 3) uint8, or a JPEG file's bytes (n,), or views (V, 3, size, size) that Pillow has made
-    sampled: list[ViewParameters]
+    sampled: Drawn | None  # None where there is nothing left to draw
 
 
 def stream(
@@ -163,27 +163,27 @@ class _Work:
         self.device = getattr(encoder, "device", torch.device("cpu"))
         self.matrices = isinstance(encoder, FastEncoder)
         self.decodes = decode == "torchvision" and self.matrices
-        self.side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self.side = _side(self.device) if self.device.type == "cuda" else None
         self.ahead = AHEAD if self.side is not None else 0  # where nothing runs by itself, nothing is gained
 
     def prepare(self, index: int, source: Source) -> Prepared:
         """Read one image and draw its views; runs in a thread."""
         looks = self.encoder.preprocess
-        draw = partial(sample_views, seed=self.seed, index=index, augmix=self.augmix)
+        drawn = partial(draw, seed=self.seed, index=index, augmix=self.augmix)
         if self.decodes and (found := _plain_jpeg(source)) is not None:
             content, extent = found
-            return Prepared(source, index, content, draw(extent, self.views, looks.size))
+            return Prepared(source, index, content, drawn(extent, self.views, looks.size))
         image = read_image(source) if isinstance(source, str | StoredImage) else source
         if not self.matrices:
             if isinstance(image, Tensor):
                 image = Image.fromarray(as_picture(image).cpu().numpy())
             pixels = make_views(image, self.views, looks, seed=self.seed, index=index, augmix=self.augmix)
-            return Prepared(source, index, pixels, [])
+            return Prepared(source, index, pixels, None)
         picture = as_picture(image)
         if self.side is not None and not picture.is_cuda:
             picture = picture.pin_memory()
         extent = picture.shape[1], picture.shape[0]
-        return Prepared(source, index, picture, draw(extent, self.views, looks.size))
+        return Prepared(source, index, picture, drawn(extent, self.views, looks.size))
 
     def encode(
         self, group: Sequence[tuple[int, Source, Future[Prepared]]]
@@ -224,7 +224,9 @@ class _Work:
             return {}
         if isinstance(self.encoder, FastEncoder):
             grey = grey_views(
-                [pictures[row] for row in usable], [made.sampled for made in usable.values()], self.encoder.preprocess
+                [pictures[row] for row in usable],
+                [made.sampled for made in usable.values() if made.sampled is not None],
+                self.encoder.preprocess,
             )
             features = self.encoder.encode_grey(grey.flatten(0, 1))
         else:
@@ -245,6 +247,12 @@ class _Work:
             else:
                 pictures[row] = picture.to(self.device, non_blocking=True)
         return pictures
+
+
+@cache
+def _side(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which views are made and encoded; the same for all, since each keeps memory of its own."""
+    return torch.cuda.Stream(device)
 
 
 def _outcome(future: Future[Prepared]) -> Prepared | InputError:

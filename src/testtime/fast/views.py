@@ -1,9 +1,10 @@
 """Views on a GPU: the crops of an image as matrix products, and AugMix over all views at once.
 
-What is random comes from `testtime.views.sample_views`, so a view is the one that Pillow makes, up to rounding.
+What is random comes from `testtime.fast.draw`, so a view is the one that Pillow makes, up to rounding.
 Resizing is separable and linear: for each view there is a matrix that resamples rows and one that resamples
 columns, with Pillow's weights, and the crops of an image are two products. Of AugMix's nine operations five move
 pixels by an affine map and four change grey levels by a table, so a step of all chains is one of each.
+On a GPU with Triton, `testtime.fast.pixels` does the same in a few kernels for all images together.
 
 Pixels here are grey levels from 0 to 255; whole numbers, but for what AugMix has mixed. The plain twin is
 `testtime.views.views`.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import numpy as np
@@ -22,9 +24,11 @@ from PIL import Image
 from torch import Tensor
 
 from testtime import views as plain
+from testtime.fast.capture import reason, warn_once
+from testtime.fast.draw import Drawn, draw, entries
 from testtime.images import as_rgb
 from testtime.types import InputError
-from testtime.views import CHAINS, Operation, Preprocess, ViewParameters, sample_views
+from testtime.views import CHAINS, Operation, Preprocess, ViewParameters
 
 LONGEST = 8192  # pixels a side; beyond, the matrices would outgrow the work they save
 ALIGNED = 8  # sides are padded to a multiple: half-precision products want it
@@ -34,6 +38,8 @@ MEASURED = ("autocontrast", "equalize")  # their tables depend on the picture
 FIXED = ("posterize", "solarize")
 # Pillow cuts off what is behind the point; a level that rounding left just short of a whole one is meant to be it
 SHORT = 0.01
+
+_broken = False  # whether Triton has failed in this process
 
 
 def views(
@@ -51,7 +57,7 @@ def views(
     """The clean view and `count - 1` random ones: (count, 3, size, size), normalised, row 0 clean."""
     picture = as_picture(image)
     height, width = picture.shape[:2]
-    sampled = sample_views((width, height), count, preprocess.size, seed=seed, index=index, augmix=augmix, scale=scale)
+    sampled = draw((width, height), count, preprocess.size, seed=seed, index=index, augmix=augmix, scale=scale)
     return normalise(grey_views([picture.to(device)], [sampled], preprocess)[0], preprocess, dtype)
 
 
@@ -70,31 +76,59 @@ def as_picture(image: Image.Image | Tensor) -> Tensor:
 
 def grey_views(
     pictures: Sequence[Tensor],
-    sampled: Sequence[Sequence[ViewParameters]],
+    sampled: Sequence[Drawn],
     preprocess: Preprocess,
     *,
     precision: torch.dtype | None = None,
+    kernels: bool | None = None,
 ) -> Tensor:
     """Views of several images (H, W, 3), on their device: (n, V, 3, size, size), grey levels in `precision`.
 
-    `sampled` holds V - 1 entries for each image. Half precision, the default on a GPU, is exact for whole levels.
+    `sampled` holds V - 1 rows for each image. Half precision, the default on a GPU, is exact for whole levels.
+    `kernels` says whether Triton does the work, by default where it can.
     """
     device = pictures[0].device
     precision = precision or (torch.float16 if device.type == "cuda" else torch.float32)
     size = preprocess.size
     result = torch.empty(len(pictures), len(sampled[0]) + 1, 3, size, size, dtype=precision, device=device)
     short = [row for row, picture in enumerate(pictures) if max(picture.shape) <= LONGEST]
+    for row in set(range(len(pictures))) - set(short):
+        result[row] = _long_strip(pictures[row], entries(sampled[row]), preprocess).to(result)
+    if kernels is None:
+        kernels = device.type == "cuda" and find_spec("triton") is not None
+    if kernels and _by_kernels(pictures, sampled, preprocess, result, short):
+        return result
     if short:
         axes = np.stack([_axes(pictures[row].shape, sampled[row], preprocess) for row in short])
-        most = 2 * math.ceil((axes[..., 5] * axes[..., 2].clip(1)).max()) + 1  # the widest filter, in pixels
-        weights, columns = _taps(_upload(axes, device), size, most)
+        weights, columns = _taps(_upload(axes, device), size, int(_reach(axes).max()))
         for place, row in enumerate(short):
             _resample(pictures[row], weights[place], columns[place], result[row])
-    for row in set(range(len(pictures))) - set(short):
-        result[row] = _long_strip(pictures[row], sampled[row], preprocess).to(result)
-    if sampled[0] and sampled[0][0].augmix is not None:
-        _augmix(result[:, 1:], [view for views in sampled for view in views])
+    if len(sampled[0]) and sampled[0].mixes is not None:
+        _augmix(result[:, 1:], [view for drawn in sampled for view in entries(drawn)])
     return result
+
+
+def _by_kernels(
+    pictures: Sequence[Tensor], sampled: Sequence[Drawn], preprocess: Preprocess, result: Tensor, short: list[int]
+) -> bool:
+    """Whether Triton has filled `result`, but for the rows not in `short`, and mixed all of it."""
+    global _broken
+    if _broken:
+        return False
+    try:
+        from testtime.fast import pixels
+
+        if short:
+            axes = np.stack([_axes(pictures[row].shape, sampled[row], preprocess) for row in short])
+            pixels.crop([pictures[row] for row in short], axes, _reach(axes), result, short)
+        if len(sampled[0]):
+            pixels.mix(result, [drawn.mixes for drawn in sampled if drawn.mixes is not None])
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a compiler fails in its own ways, and they have no common root
+        _broken = True
+        warn_once(f"Views cannot be made by Triton, and are made slower ({reason(error)}).")
+    return not _broken
 
 
 def normalise(grey: Tensor, preprocess: Preprocess, dtype: torch.dtype) -> Tensor:
@@ -118,7 +152,7 @@ class Axis(NamedTuple):
     mirrored: float
 
 
-def _axes(shape: Sequence[int], sampled: Sequence[ViewParameters], preprocess: Preprocess) -> np.ndarray:
+def _axes(shape: Sequence[int], sampled: Drawn, preprocess: Preprocess) -> np.ndarray:
     """The axes of each view, across and down: (V, 2, 7)."""
     height, width, size, resize = *shape[:2], preprocess.size, preprocess.resize
     support = 2.0 if preprocess.interpolation == "bicubic" else 1.0
@@ -126,15 +160,21 @@ def _axes(shape: Sequence[int], sampled: Sequence[ViewParameters], preprocess: P
     sides = (
         [resize, resize] if preprocess.mode == "squash" else [int(resize * side / short) for side in (width, height)]
     )
-    axes = [
-        [
-            Axis(0, length, length / total, plain._margin(total, size), total, support, False)
-            for length, total in zip((width, height), sides, strict=True)
-        ]
+    axes = np.zeros((len(sampled) + 1, 2, len(Axis._fields)))
+    axes[0] = [
+        Axis(0, length, length / total, plain._margin(total, size), total, support, False)
+        for length, total in zip((width, height), sides, strict=True)
     ]
-    for (top, left, h, w, flip), _ in sampled:
-        axes.append([Axis(left, w, w / size, 0, size, 1, flip), Axis(top, h, h / size, 0, size, 1, False)])
-    return np.array(axes, dtype=np.float64)
+    top, left, tall, wide, flip = sampled.crops.T
+    for axis, (start, length, mirrored) in enumerate(((left, wide, flip), (top, tall, 0))):
+        rows = axes[1:, axis].T
+        rows[0], rows[1], rows[2], rows[4], rows[5], rows[6] = start, length, length / size, size, 1, mirrored
+    return axes
+
+
+def _reach(axes: np.ndarray) -> np.ndarray:
+    """The width of each axis' filter in pixels of the image: (..., 7) -> (...)."""
+    return 2 * np.ceil(axes[..., 5] * axes[..., 2].clip(1)) + 1
 
 
 def _upload(array: np.ndarray, device: torch.device) -> Tensor:

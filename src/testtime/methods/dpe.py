@@ -262,7 +262,11 @@ class DPE(Base):
         """Unit text and visual prototypes (C, D) after `steps` updates of residuals that start at zero."""
         adam = ops.AdamW(0.0, self.adamw_eps, self.adamw_betas, self.adamw_weight_decay, self.adam_state)
         adams = adam._replace(lr=self.lr_text), adam._replace(lr=self.lr_image)
-        return ops.learn(rows, text, at_text, visual, seen, aligned, objective, adams, self.steps)
+        return ops.learn(rows, text, at_text, visual, seen, aligned, objective, adams, self.steps, self._product())
+
+    def _product(self) -> ops.Product | None:
+        """What multiplies large matrices, if not torch.mm: a device may have something faster."""
+        return None
 
     def _evolve(self, state: State, adapted: Tensor, accepted: Tensor) -> tuple[Tensor, Tensor]:
         """The text prototypes and the count of updates, where `accepted` () says so."""
