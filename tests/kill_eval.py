@@ -22,12 +22,15 @@ import testtime.methods.dpe
 from testtime.cli import main
 from testtime.sweeps import sweep
 
-torch.set_num_threads(1)
-ENCODER = testtime.encoders.tiny.tiny()
-testtime.encoders.tiny.tiny = lambda *given: ENCODER  # type: ignore[assignment]  # made once, before forking
-task, stream, _ = testtime.toy()
-for method in (testtime.methods.dpe.DPE(), testtime.methods.dpe.DPE.paper()):  # kernels are compiled, too
-    sweep(task, [method], [stream[:2]])
+
+def warm_up() -> None:
+    """Do once, before forking, what every child would do again: make the encoder, compile the kernels."""
+    torch.set_num_threads(1)
+    encoder = testtime.encoders.tiny.tiny()
+    testtime.encoders.tiny.tiny = lambda *given: encoder  # type: ignore[assignment]
+    task, stream, _ = testtime.toy()
+    for method in (testtime.methods.dpe.DPE(), testtime.methods.dpe.DPE.paper()):
+        sweep(task, [method], [stream[:2]])
 
 
 def start(data: Path, out: Path) -> int:
@@ -92,4 +95,5 @@ def run(data: Path, work: Path, kills: int) -> None:
 
 
 if __name__ == "__main__":
+    warm_up()
     run(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))

@@ -8,6 +8,7 @@ import testtime as tt
 from testtime import sweeps
 from testtime.fast import forms
 from testtime.fast.abreast import Abreast
+from testtime.fast.graph import Runner
 from testtime.methods.dpe import DPE
 from testtime.methods.tda import TDA
 from testtime.types import InputError
@@ -74,3 +75,11 @@ def test_the_step_with_a_settings_axis_is_each_method_s_own(views) -> None:
         for place, end in enumerate(plain):
             assert int(state.updates[place]) == int(end.updates)
             torch.testing.assert_close(state.text[place], end.text)
+
+
+def test_a_graph_of_settings_side_by_side_starts_at_the_beginning() -> None:
+    task, stream, _ = tt.toy(images=20)
+    methods = [DPE(), DPE(alpha=2.0)]
+    together = Runner(Abreast(task, methods), task, stream.shape[1], steps=8)  # type: ignore[arg-type]
+    for logits, method in zip(together.run(stream).transpose(0, 1), methods, strict=True):
+        assert_close(logits, tt.Session(task, method, reference=True).scan(stream), "stream")

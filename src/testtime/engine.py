@@ -143,7 +143,7 @@ class Session:
             if (runner := self._fast()) is not None:
                 logits = torch.cat([runner.step(image)[0] for image in views])
             else:
-                logits, self.state = self._steps(views)
+                logits, self.state = self._captured(views) or self.method.scan(self.task, self._state, views)
             self.count += len(stream)
         return logits.clone()  # out of inference mode: an ordinary tensor
 
@@ -259,7 +259,10 @@ class Session:
             if (runner := self._fast()) is not None:
                 (logits,), (learned,) = runner.step(views)
             else:
-                (logits,), state = self._steps(views[None])
+                if (captured := self._captured(views[None])) is not None:
+                    (logits,), state = captured
+                else:
+                    logits, state = self.method.step(self.task, self._state, views)
                 learned = self.method.learned(self._state, state)
                 self.state = state
             self.count += 1
@@ -286,14 +289,13 @@ class Session:
             self._runner = fast.runner(self.task, [self.method], [self._state])
         return self._runner
 
-    def _steps(self, stream: Tensor) -> tuple[Tensor, Any]:
-        """Logits (n, C) and the next state for n images (n, V, D), by the method's own steps."""
-        if self.task.text.is_cuda and not self.reference:
-            from testtime.fast import graph  # many steps to a launch
+    def _captured(self, stream: Tensor) -> tuple[Tensor, Any] | None:
+        """Logits (n, C) and the next state for n images (n, V, D) in one launch; None where there is no GPU."""
+        if self.reference or not self.task.text.is_cuda:
+            return None
+        from testtime.fast import graph
 
-            long = self.count >= graph.PATIENCE
-            return graph.scan(self.method, self.task, self._state, stream, compile=long)
-        return self.method.scan(self.task, self._state, stream)
+        return graph.scan(self.method, self.task, self._state, stream, compile=self.count >= graph.PATIENCE)
 
     def _features(self, images: list[Any]) -> list[Tensor]:
         """Unit views (V, D) of each image; the first has stream index `self.count`."""

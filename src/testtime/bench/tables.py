@@ -67,7 +67,9 @@ def page(result: Mapping[str, Any], command: str = "") -> str:
     parts, facts = report_parts(result), result["facts"]
     section = TablesReport(
         result["title"],
-        f"Track {facts['track']}, protocol {facts['protocol']}, seeds {', '.join(map(str, facts['seeds']))}",
+        f"Track {facts['track']}, protocol {facts['protocol']}, seeds {', '.join(map(str, facts['seeds']))}"
+        if facts
+        else "",
         [Table(*sheet) for sheet in sheets(result)],
         {},
         "\n\n".join(remarks(result)),
@@ -75,7 +77,7 @@ def page(result: Mapping[str, Any], command: str = "") -> str:
         [Series(**each) for each in parts["series"] if each["xs"]],
     )
     about = {"Versions": versions(), "Machine": machine(torch.device("cpu")), "Command": command}
-    return html([section], {key: value for key, value in about.items() if value}, result["title"])
+    return html([section], {key: value for key, value in about.items() if value}, f"bench {result['bench']}")
 
 
 def report_parts(result: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
@@ -112,9 +114,11 @@ def _grid(title: str, axes: Sequence[str], rows: Sequence[Mapping[str, Any]]) ->
 
 def _series(title: str, axis: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     ran = [row for row in rows if "accuracy" in row]
-    lines = {"measured": [row["accuracy"] for row in ran]}
+    lines: dict[str, list[float]] = {}
     if ran and all(row["published"] is not None for row in ran):
-        lines[f"published ({ran[0]['published_for']})"] = [row["published"] / 100 for row in ran]
+        lines["published"] = [row["published"] / 100 for row in ran]
+        title += f"; published for {ran[0]['published_for']}"
+    lines["measured"] = [row["accuracy"] for row in ran]  # the last line is drawn boldest
     return {"title": title, "x": axis, "xs": [row["at"][0] for row in ran], "lines": lines}
 
 

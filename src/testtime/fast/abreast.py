@@ -1,8 +1,9 @@
-"""Settings of DPE side by side on a GPU: one pure step with a leading settings axis, for graphs to capture.
+"""Settings of DPE side by side on a GPU: one step with a leading settings axis, for graphs to capture.
 
 One step of one setting leaves most of a GPU idle, so S of them cost little more. The arithmetic is that of
 `methods.dpe` in its released form; like a method, this has `init` and `step`, and its state is a NamedTuple of tensors
-(S, ...). Nothing looks at a tensor's value. S runs, V views, C classes, D features, M slots.
+(S, ...). But a step writes to the state it is given: at this size, copies would cost more than the step. Nothing looks
+at a tensor's value. S runs, V views, C classes, D features, M slots.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Abreast:
         return State(*(torch.stack(part) for part in zip(*parts, strict=True)))
 
     def step(self, task: Task, state: State, views: Tensor) -> tuple[Tensor, State]:
-        """Logits (S, C) and the next state for one image's unit views (V, D)."""
+        """Logits (S, C) for one image's unit views (V, D), and the state, which has moved on in place."""
         method, scale = self.methods[0], task.scale
         text_length = state.text.norm(dim=2, keepdim=True)
         t = state.text / text_length
@@ -74,10 +75,10 @@ class Abreast:
         feature, logit, entropy = self._confident(views, scale * (views @ t.mT))
 
         # 2. evolve the visual prototypes
-        keys, cost, visual = state.keys, state.cost, state.visual
+        visual = state.visual
         if method.queue:
-            keys, cost, visual = self._pushed(state, logit.argmax(1), feature, entropy * self.bits[:, 0])
-        seen = (cost < torch.inf).any(2).to(t)  # (S, C)
+            self._push(state, logit.argmax(1), feature, entropy * self.bits[:, 0])
+        seen = (state.cost < torch.inf).any(2).to(t)  # (S, C)
         visual_length = visual.norm(dim=2, keepdim=True)
         visual_length = torch.where(visual_length == 0, 1, visual_length)
         v = visual / visual_length
@@ -94,8 +95,8 @@ class Abreast:
             slope = p * ((p * log_p).sum(1, keepdim=True) - log_p) * (self.entropy_weight / gain)
             pull_text, pull_visual = self._pulls(t, v, seen)
             eps = (self.eps / gain)[..., None]
-            by_text = pull_text + (scale * slope)[..., None] * feature[:, None]
-            by_visual = pull_visual + (self.beta * boost * slope)[..., None] * feature[:, None]
+            by_text = pull_text.addcmul_((scale * slope)[..., None], feature[:, None])
+            by_visual = pull_visual.addcmul_((self.beta * boost * slope)[..., None], feature[:, None])
             adapted = _nudged(state.text, t, by_text, eps * text_length, self.lr_text)
             adapted_visual = _nudged(visual, v, by_visual, eps * visual_length, self.lr_visual)
 
@@ -107,9 +108,12 @@ class Abreast:
         calm = ops.entropy(logits)[:, None] * self.bits < self.threshold
         accepted = (calm == self.keeps_below) & self.evolves  # (S, 1)
         share = torch.where(self.cumulative, 1 / (state.updates[:, None] + self.prompt_count + 1), self.share)
-        text = torch.lerp(state.text, adapted, (share * accepted).to(t)[..., None])
-        text = torch.where(self.renormalises & accepted[..., None], ops.unit(text), text)
-        return logits, State(text, state.updates + accepted[:, 0], keys, cost, visual)
+        state.text.lerp_(adapted, (share * accepted).to(t)[..., None])
+        if any(method.renormalise_text for method in self.methods):
+            text = torch.where(self.renormalises & accepted[..., None], ops.unit(state.text), state.text)
+            state.text.copy_(text)
+        state.updates.add_(accepted[:, 0])
+        return logits, state
 
     def _confident(self, views: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The mean feature (S, D) of each run's confident views, its logit (S, C), and their votes' entropy (S,)."""
@@ -121,8 +125,8 @@ class Abreast:
         vote = logits.log_softmax(-1).logsumexp(1) - math.log(keep)
         return views[chosen].mean(1), logits.mean(1), -(vote.exp() * vote).sum(-1)
 
-    def _pushed(self, state: State, label: Tensor, feature: Tensor, price: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queues, their costs and the visual prototypes after offering each run its feature."""
+    def _push(self, state: State, label: Tensor, feature: Tensor, price: Tensor) -> None:
+        """Offer each run's feature to its class's queue; the class's visual prototype follows."""
         slots = state.cost.shape[2]
         place = self.runs, label
         # the newcomer stands last, so a stable sort leaves it behind its equals; then the last one falls out
@@ -130,23 +134,20 @@ class Abreast:
         rows = torch.cat([state.keys[place], feature[:, None]], 1)
         rows = rows.gather(1, order[:, :slots, None].expand(-1, -1, rows.shape[2]))
         costs = costs[:, :slots]
-        mean = rows.sum(1) / (costs < torch.inf).sum(1, keepdim=True).clamp_min(1)
-        return (
-            state.keys.index_put(place, rows),
-            state.cost.index_put(place, costs),
-            state.visual.index_put(place, mean),
-        )
+        state.keys.index_put_(place, rows)
+        state.cost.index_put_(place, costs)
+        state.visual.index_put_(place, rows.sum(1) / (costs < torch.inf).sum(1, keepdim=True).clamp_min(1))
 
     def _pulls(self, t: Tensor, v: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
         """How the alignment pulls each text and each visual prototype: (S, C, D) both; zero in runs without it."""
         absent = (seen - 1) * torch.finfo(t.dtype).max
-        pull = ((v @ t.mT) / self.temperature + absent[:, None]).softmax(2) - self.same
-        pull = pull * (self.align_weight > 0)[..., None]
+        pull = torch.baddbmm(absent[:, None], v / self.temperature, t.mT).softmax(2).sub_(self.same)
+        pull.mul_((self.align_weight > 0)[..., None])
         return pull.mT @ v, pull @ t
 
 
 def _nudged(start: Tensor, at: Tensor, slope: Tensor, soft: Tensor, lr: Tensor) -> Tensor:
-    """Unit prototypes (S, C, D) after one step of AdamW from zero residuals, down `slope` across `at`."""
-    slope = slope - at * (slope * at).sum(2, keepdim=True)
-    moved = start - lr[..., None] * (slope / (slope.abs() + soft))
-    return moved / moved.norm(dim=2, keepdim=True).clamp_min(1e-12)
+    """Unit prototypes (S, C, D) after one step of AdamW from zero residuals, down `slope`, which is used up."""
+    slope.addcmul_(at, (slope * at).sum(2, keepdim=True), value=-1)
+    moved = torch.addcdiv(start, slope * lr[..., None], slope.abs().add_(soft), value=-1)
+    return moved.div_(moved.norm(dim=2, keepdim=True).clamp_min_(1e-12))

@@ -92,7 +92,7 @@ class Runner:
             self.task = replace(task, text=task.text.clone(), context=None)
             self._state = _copied(method.init(self.task))
             self._views = self.task.text[:1].expand(steps, views, task.dim).clone()
-            answer = method.step(self.task, self._state, self._views[0])[0]  # (C,), or what a method has for one
+            answer = method.step(self.task, _copied(self._state), self._views[0])[0]  # (C,), or what it has for one
             self._logits = answer.new_zeros(steps, *answer.shape)
         self._step: Callable[..., Tensor] = compiled(_step) if self._compile else _step
 
