@@ -139,12 +139,14 @@ class Session:
     def scan(self, stream: Tensor) -> Tensor:
         """Logits (N, C) of a chunk of features (N, V, D), learning along the way; all or nothing."""
         views = unit_views(stream, self.task.text, self.count)
-        with torch.inference_mode(), held_back():
+        with torch.inference_mode():
             if (runner := self._fast()) is not None:
-                logits = torch.cat([runner.step(image)[0] for image in views])
+                with held_back():  # it works in place
+                    logits = torch.cat([runner.step(image)[0] for image in views])
+                    self.count += len(stream)
             else:
                 logits, self.state = self._captured(views) or self.method.scan(self.task, self._state, views)
-            self.count += len(stream)
+                self.count += len(stream)
         return logits.clone()  # out of inference mode: an ordinary tensor
 
     def run(
