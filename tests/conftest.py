@@ -43,20 +43,25 @@ class Outcome(NamedTuple):
     err: str
 
 
+def command(*arguments: object) -> int:
+    """The exit code of a command, run in this process."""
+    from testtime.cli import main
+
+    try:
+        main([str(argument) for argument in arguments])
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return 0
+
+
 @pytest.fixture
 def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
     """The command line in this process: its arguments in, its exit code and what it printed out."""
-    from testtime.cli import main
-
     monkeypatch.setenv("COLUMNS", "200")
 
     def call(*arguments: object) -> Outcome:
         capsys.readouterr()
-        try:
-            main([str(argument) for argument in arguments])
-            code = 0
-        except SystemExit as stop:
-            code = int(stop.code or 0)
+        code = command(*arguments)
         captured = capsys.readouterr()
         assert "Traceback" not in captured.err
         return Outcome(code, captured.out, captured.err)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import command
 from small_data import make_folders, make_textures
 
 import testtime as tt
@@ -16,7 +17,6 @@ from testtime.bench.experiments import TEXTS
 from testtime.bench.queues import run_queues, watch_queues
 from testtime.bench.runner import SAME, find_columns, find_experiment
 from testtime.bench.tables import sheets
-from testtime.cli import main
 from testtime.datasets import open_dataset
 from testtime.evaluate import Plan
 from testtime.methods.dpe import DPE
@@ -45,14 +45,6 @@ def plan(folders, tmp_path, encoder) -> Bench:
 @pytest.fixture
 def experiment_plan(tmp_path, encoder) -> Plan:
     return Plan(tmp_path / "runs", encoder, report=lambda line: None)
-
-
-def command(*arguments: object) -> int:
-    try:
-        main([str(argument) for argument in arguments])
-    except SystemExit as stop:
-        return int(stop.code or 0)
-    return 0
 
 
 # what is run

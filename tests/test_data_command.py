@@ -6,26 +6,13 @@ import pytest
 from trees import TREES, write_image, write_tree
 
 import testtime.datasets.check as check
-from testtime.cli import main
 from testtime.datasets.benchmarks import BENCHMARKS
 
 
 @pytest.fixture
-def cli(capsys, monkeypatch):
+def cli(cli, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        try:
-            main([str(argument) for argument in arguments])
-            code = 0
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        captured = capsys.readouterr()
-        assert "Traceback" not in captured.err
-        return code, captured.out, captured.err
-
-    return call
+    return cli
 
 
 @pytest.fixture

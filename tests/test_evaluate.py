@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import command
 from small_data import make_folders, make_textures
 
 from testtime import load_encoder
-from testtime.cli import main
 from testtime.datasets import Dataset, open_dataset
 from testtime.evaluate import Plan, described, evaluate, find_dataset, markdown, summary
 from testtime.recipes import Views, recipe
@@ -25,14 +25,6 @@ def pets(tmp_path) -> Path:
 @pytest.fixture
 def plan(tmp_path) -> Plan:
     return Plan(tmp_path / "out", load_encoder("tiny"), seeds=(1, 2, 3), report=lambda line: None)
-
-
-def command(*arguments: object) -> int:
-    try:
-        main([str(argument) for argument in arguments])
-    except SystemExit as stop:
-        return int(stop.code or 0)
-    return 0
 
 
 def test_killed_at_twenty_moments_it_ends_in_the_same_bytes(tmp_path) -> None:

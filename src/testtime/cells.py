@@ -32,6 +32,7 @@ from testtime.features import Features
 from testtime.metrics import accuracy, expected_calibration_error, macro_f1
 from testtime.prompts import build_task, check_classes
 from testtime.recipes import Views
+from testtime.streams import shuffled
 from testtime.sweeps import sweep
 from testtime.types import Encoder, InputError, Method, MissingPart, Task
 
@@ -94,7 +95,7 @@ class Lab:
         count = len(self.dataset)
         if self.limit is None or self.limit >= count:
             return list(range(count))
-        chosen = torch.randperm(count, generator=torch.Generator().manual_seed(SUBSET_SEED))[: self.limit]
+        chosen = shuffled(count, SUBSET_SEED)[: self.limit]
         return sorted(chosen.tolist())
 
     def facts(self, cell: Cell) -> dict[str, Any]:
@@ -195,13 +196,14 @@ class Lab:
         return line
 
     def _note(self, name: str, what: dict[str, Any], seconds: float) -> None:
-        note = what | {
-            "seconds": seconds,
-            "version": __version__,
-            "torch": torch.__version__,
-            "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
-        }
+        note = what | {"seconds": seconds} | provenance()
         files.write_atomic(self.folder / "timings" / f"{name}.json", json.dumps(note, indent=1) + "\n")
+
+
+def provenance() -> dict[str, str]:
+    """What times depend on besides the run: versions and the machine."""
+    machine = f"{platform.machine()}, {torch.get_num_threads()} threads"
+    return {"version": __version__, "torch": torch.__version__, "machine": machine}
 
 
 def run_cells(lab: Lab, cells: Sequence[Cell], alone: bool = False) -> list[dict[str, Any]]:
@@ -230,11 +232,6 @@ def run_cells(lab: Lab, cells: Sequence[Cell], alone: bool = False) -> list[dict
     return [results[number] for number in range(len(cells))]
 
 
-def stream_order(count: int, seed: int) -> Tensor:
-    """The order of a stream of `count` images: (count,)."""
-    return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
-
-
 def encoded(store: Path) -> int:
     """How many images a store holds so far, finished or not."""
     return sum(len(Features(shard)) for shard in _shards(store))
@@ -260,7 +257,7 @@ def _run_together(lab: Lab, cells: Sequence[Cell]) -> list[dict[str, Any]]:
     store = lab.store(first.views, first.seed)
     if store.labels is None:
         raise InputError(f"{store.path} has no labels to score with.")
-    order = stream_order(len(store), first.seed)
+    order = shuffled(len(store), first.seed)
     start = time.perf_counter()
     stream = (chunk.to(task.text.device) for chunk in store.chunks(order.tolist(), size=CHUNK))
     many = sweep(task, methods, stream)

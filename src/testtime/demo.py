@@ -21,6 +21,7 @@ from testtime.engine import Session
 from testtime.features import Features
 from testtime.files import write_atomic
 from testtime.report import Answers, Curve, StreamReport, html, running_accuracy_svg
+from testtime.streams import shuffled
 from testtime.types import Task
 
 METHODS = ("zeroshot", "tda", "dpe")
@@ -61,7 +62,7 @@ def demo_stream() -> tuple[Task, Tensor, Tensor]:
         task, views, labels = store.task(), store.read(0, len(store)), store.labels
     if labels is None:
         raise RuntimeError("The packaged features have lost their labels.")
-    order = torch.randperm(len(views), generator=torch.Generator().manual_seed(SEED))
+    order = shuffled(len(views), SEED)
     return task, views[order], labels[order]
 
 

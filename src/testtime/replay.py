@@ -14,6 +14,7 @@ from testtime import registry
 from testtime.engine import Session
 from testtime.features import Features
 from testtime.metrics import accuracy
+from testtime.streams import shuffled
 from testtime.types import InputError
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -75,7 +76,7 @@ def replay(
     task = store.task(DTYPES[dtype], device, getattr(method, "needs_tower", False))
     session = Session(task, method, reference=reference)
     count = len(store)
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)) if shuffle else torch.arange(count)
+    order = shuffled(count, seed) if shuffle else torch.arange(count)
     order = order[:limit]
     logits, frozen, seconds = [], [], 0.0
     for chunk in store.chunks(order.tolist() if shuffle or limit else None, dtype=DTYPES[dtype]):

@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from testtime.cells import CHUNK, Cell, Text, stream_order
+from testtime.cells import CHUNK, Cell, Text
 from testtime.datasets import Dataset
 from testtime.engine import Session
 from testtime.evaluate import Plan, described, recipe_of
 from testtime.files import write_atomic
 from testtime.ops import unit
+from testtime.streams import shuffled
 from testtime.types import InputError, Method, MissingPart, Task
 
 QUEUE = 6  # features per class in the figure
@@ -49,7 +50,7 @@ def run_queues(plan: Plan, dataset: Dataset, moments: Sequence[int] | None = Non
     if path.exists():
         return json.loads(path.read_text(encoding="utf-8"))
     store = lab.store(cell.views, cell.seed)
-    order = stream_order(len(store), cell.seed)
+    order = shuffled(len(store), cell.seed)
     task = lab.task(text)
     stream = (chunk.to(task.text.device) for chunk in store.chunks(order.tolist(), size=CHUNK))
     held = watch_queues(task, method, stream, chosen)

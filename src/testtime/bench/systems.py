@@ -7,7 +7,6 @@ other experiments it holds time and memory, which are what this one is about.
 from __future__ import annotations
 
 import json
-import platform
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,9 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from testtime import __version__, registry
 from testtime import oracle as oracles
-from testtime.cells import Lab
+from testtime import registry
+from testtime.cells import Lab, provenance
 from testtime.datasets import Dataset
 from testtime.engine import Session
 from testtime.features import Features
@@ -26,6 +25,7 @@ from testtime.memory import Peak
 from testtime.methods.base import leaves
 from testtime.prompts import build_task
 from testtime.recipes import Views
+from testtime.streams import shuffled
 from testtime.types import Encoder, InputError, MissingPart, Task
 
 PATIENCE = 20  # seconds after which a cell says how far it is
@@ -136,7 +136,7 @@ def _run(bench: Bench, store: Features, system: System, prompts: Path | None) ->
         return head | {"skipped": str(reason)}
     if store.labels is None:
         raise InputError(f"{store.path} has no labels to score with.")
-    order = torch.randperm(len(store), generator=torch.Generator().manual_seed(bench.seed))[: bench.limit]
+    order = shuffled(len(store), bench.seed)[: bench.limit]
     correct, seconds = torch.zeros(len(oracles.WEIGHTS) if system.oracle else 1, dtype=torch.int64), 0.0
     with Peak() as peak:
         for chunk, rows in zip(store.chunks(order.tolist(), size=64), order.split(64), strict=True):
@@ -156,9 +156,7 @@ def _run(bench: Bench, store: Features, system: System, prompts: Path | None) ->
         "state_megabytes": sum(leaf.nbytes for leaf in leaves(session.state)) / 1e6,
         "templates": "learned (CoOp)" if system.coop else system.templates,
         "settings": registry.settings_of(session.method),
-        "version": __version__,
-        "torch": torch.__version__,
-        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
+        **provenance(),
         **shown,
     }
 

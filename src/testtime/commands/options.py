@@ -118,11 +118,10 @@ def variations_of(spec: str | None, views: int | None, paths: list[Path], device
 
 
 def ordered(paths: list[Path], shuffle: bool, seed: int, limit: int | None) -> list[Path]:
-    import torch
+    from testtime.streams import shuffled
 
     if limit is not None and limit < 1:
         raise InputError(f"--limit {limit}: at least one image is needed.")
     if shuffle:
-        order = torch.randperm(len(paths), generator=torch.Generator().manual_seed(seed))
-        paths = [paths[i] for i in order.tolist()]
+        paths = [paths[i] for i in shuffled(len(paths), seed).tolist()]
     return paths[:limit]

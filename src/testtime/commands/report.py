@@ -66,6 +66,7 @@ def report(
     from testtime.files import write_atomic
     from testtime.report import gather, html
     from testtime.report.conditions import conditions
+    from testtime.streams import shuffled
 
     store = Features(features)
     made = _methods(methods, settings)
@@ -74,7 +75,7 @@ def report(
     if limit is not None and limit < 1:
         raise InputError(f"--limit {limit}: at least one image is needed.")
     count = len(store)
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)) if shuffle else torch.arange(count)
+    order = shuffled(count, seed) if shuffle else torch.arange(count)
     rows = order[:limit].tolist()
     tower = any(getattr(method, "needs_tower", False) for method in made)
     task = store.task(device=find_device(device), context=tower)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from testtime import ops
+from testtime.fast import forms
 from testtime.methods.dpe import DPE
 from testtime.types import Task
 
@@ -40,14 +41,17 @@ class Abreast:
             return like.new_tensor(values)[:, None]  # (S, 1)
 
         self.methods = tuple(methods)
-        self.alpha = each(*(m.alpha * (task.scale if m.scale_affinity else 1.0) for m in methods))
-        self.beta = each(*(m.beta for m in methods))
-        self.entropy_weight = each(*(m.entropy_weight for m in methods))
+        (
+            self.alpha,
+            self.beta,
+            self.entropy_weight,
+            self.align_weight,
+            self.eps,
+            self.lr_text,
+            self.lr_visual,
+            self.bits,
+        ) = (each(*values) for values in forms.numbers(task, methods))
         self.temperature = each(*(m.align_temperature for m in methods))[..., None]
-        self.align_weight = each(*(m.align_weight / m.align_temperature if m.queue else 0.0 for m in methods))
-        self.eps = each(*(m.adamw_eps for m in methods))
-        self.lr_text, self.lr_visual = each(*(m.lr_text for m in methods)), each(*(m.lr_image for m in methods))
-        self.bits = each(*(1 / math.log(task.classes, 2 if m.entropy_unit == "log2" else math.e) for m in methods))
         self.threshold = each(*(m.entropy_threshold for m in methods))
         self.keeps_below = each(*(float(m.gate_keeps == "below") for m in methods)) > 0
         self.evolves = each(*(float(m.text_update != "none") for m in methods)) > 0

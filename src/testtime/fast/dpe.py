@@ -14,7 +14,6 @@ Nothing here depends on the past except through the state, so a run that is save
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from testtime import ops
 from testtime.bank import Bank
-from testtime.fast import kernels
+from testtime.fast import forms, kernels
 from testtime.fast.kernels import Array
 from testtime.methods.dpe import DPE, State
 from testtime.types import Task
@@ -36,17 +35,12 @@ class Runner:
         self.task, self.methods = task, methods
         states = states or [method.init(task) for method in methods]
         like = task.text.numpy()
-        self.bits = [1 / math.log(task.classes, 2 if m.entropy_unit == "log2" else math.e) for m in methods]
-
-        def each(*values: float) -> Array:
-            return np.array(values, like.dtype)  # (S,)
-
-        self.alpha = each(*(m.alpha * (task.scale if m.scale_affinity else 1.0) for m in methods))
-        self.beta = each(*(m.beta for m in methods))
-        self.entropy_weight = each(*(m.entropy_weight for m in methods))
-        self.align_weight = each(*(m.align_weight / m.align_temperature if m.queue else 0.0 for m in methods))
-        self.eps = each(*(m.adamw_eps for m in methods))
-        self.lr_text, self.lr_visual = each(*(m.lr_text for m in methods)), each(*(m.lr_image for m in methods))
+        numbers = forms.numbers(task, methods)
+        self.bits = numbers.per_nat
+        self.alpha, self.beta, self.entropy_weight, self.align_weight, self.eps, self.lr_text, self.lr_visual = (
+            np.array(values, like.dtype)
+            for values in numbers[:-1]  # (S,)
+        )
         self.pulled = self.align_weight > 0
 
         self.text = _stacked([state.text for state in states])  # (S, C, D)
@@ -56,13 +50,12 @@ class Runner:
         self.visual = _stacked([state.visual for state in states])  # (S, C, D)
 
         # what follows from the state, kept beside it: directions, lengths, the pull of the alignment
-        runs, classes, _ = self.text.shape
+        classes = task.classes
         self.seen = np.isfinite(self.cost).any(2).astype(like.dtype)  # (S, C) of 0 and 1
         self.at_text, self.at_visual = np.zeros_like(self.text), np.zeros_like(self.visual)
         self.text_length, self.visual_length = np.ones_like(self.seen), np.ones_like(self.seen)
-        for s, c in np.ndindex(runs, classes):
-            kernels.aim(self.text[s], self.at_text[s], self.text_length[s], c)
-            kernels.aim(self.visual[s], self.at_visual[s], self.visual_length[s], c)
+        kernels.aim_all(self.text, self.at_text, self.text_length)
+        kernels.aim_all(self.visual, self.at_visual, self.visual_length)
         self.pull_text, self.pull_visual = np.empty_like(self.text), np.empty_like(self.visual)
         self.stale = self.pulled.copy()
         self._count()
@@ -74,10 +67,8 @@ class Runner:
         self.by_text, self.by_visual = np.empty_like(self.seen), np.empty_like(self.seen)
         self.moved = np.empty_like(self.text)
         self.moved_visual = np.empty_like(self.visual[:, : None if methods[0].multi_view_prediction else 1])
-        self.lengths, self.dots = (
-            np.empty((2, *self.seen.shape), like.dtype),
-            np.empty((2, *self.seen.shape), like.dtype),
-        )
+        both = (2, *self.seen.shape)  # text and visual
+        self.lengths, self.dots = np.empty(both, like.dtype), np.empty(both, like.dtype)
         self.similarity = torch.empty(classes, classes, dtype=task.text.dtype)
         self.whole = True  # False within a step: what an exception leaves half done is not given out
 

@@ -1,10 +1,15 @@
-"""Which settings of DPE the fast twins are written for."""
+"""Which settings of DPE the fast twins are written for, and the numbers they take from them."""
 
 from __future__ import annotations
 
-from testtime.methods.dpe import DPE
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
-# the options whose released value this twin is written for
+from testtime.methods.dpe import DPE
+from testtime.types import Task
+
+# the options whose released value they are written for
 FORM = {
     "view_average": "logits",
     "view_choice": "text",
@@ -20,10 +25,37 @@ FORM = {
 
 
 def fits(method: DPE) -> bool:
-    """Whether this twin computes what the method's settings ask for."""
+    """Whether they compute what the method's settings ask for."""
     return method.steps <= 1 and all(getattr(method, option) == value for option, value in FORM.items())
 
 
 def shape(method: DPE) -> tuple[object, ...]:
     """What settings that run side by side must agree in: all that decides a shape or which views are read."""
     return method.queue, method.steps, method.selection, method.multi_view_prediction
+
+
+class Numbers(NamedTuple):
+    """What S settings that run side by side differ in: S values of each."""
+
+    alpha: list[float]  # already times the logit scale where that is wanted
+    beta: list[float]
+    entropy_weight: list[float]
+    align_weight: list[float]  # over the temperature; 0 without queues, which leave nothing to align with
+    eps: list[float]
+    lr_text: list[float]
+    lr_visual: list[float]
+    per_nat: list[float]  # what turns an entropy in nats into the unit of the thresholds
+
+
+def numbers(task: Task, methods: Sequence[DPE]) -> Numbers:
+    """The numbers of settings that run side by side over a task."""
+    return Numbers(
+        [m.alpha * (task.scale if m.scale_affinity else 1.0) for m in methods],
+        [m.beta for m in methods],
+        [m.entropy_weight for m in methods],
+        [m.align_weight / m.align_temperature if m.queue else 0.0 for m in methods],
+        [m.adamw_eps for m in methods],
+        [m.lr_text for m in methods],
+        [m.lr_image for m in methods],
+        [1 / math.log(task.classes, 2 if m.entropy_unit == "log2" else math.e) for m in methods],
+    )

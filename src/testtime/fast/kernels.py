@@ -105,6 +105,14 @@ def aim(vectors: Array, at: Array, length: Array, c: int) -> None:
 
 
 @compiled
+def aim_all(vectors: Array, at: Array, length: Array) -> None:
+    """`aim` for every row of every run: (S, C, D)."""
+    for s in range(vectors.shape[0]):
+        for c in range(vectors.shape[1]):
+            aim(vectors[s], at[s], length[s], c)
+
+
+@compiled
 def slopes(
     logit: Array,
     near: Array,
