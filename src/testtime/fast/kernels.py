@@ -1,238 +1,424 @@
-"""The loops of fast twins, compiled by numba: arrays in, arrays filled. S runs, C classes, D features, M slots.
+"""One step of DPE's fast twin as compiled loops: arrays in, arrays filled. C classes, D features, V views, M slots.
 
-Memory is touched once, and rows are worked off one after the other, so the numbers of a run do not depend on the
-runs beside it. The first call in a new environment compiles for some seconds; the result is kept on disk.
+Memory is touched as seldom as can be: prototypes are kept at their own length, directions are made where they are
+needed, and a nudged prototype is not stored but made again where it is asked for. Each row is worked off by one thread
+in one order, so the numbers of a loop do not depend on how many threads there are.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
-from numpy.typing import NDArray
+from numba import prange
 
-Array = NDArray[Any]
+from testtime.fast.loops import (
+    BLOCK,
+    Array,
+    across,
+    compiled,
+    dot,
+    exp,
+    largest,
+    length_of,
+    product,
+    product_of_transposed,
+    spike,
+    spread,
+)
 
-# sums may be taken in any order, for vector instructions; NaN and infinity keep their meaning
-compiled = njit(cache=True, nogil=True, fastmath={"reassoc", "contract", "arcp", "nsz"}, error_model="numpy")
+
+class Side(NamedTuple):
+    """One set of prototypes, and what nudges it."""
+
+    vectors: Array  # (C, D), at their own length
+    length: Array  # (C,), 1 for a zero row
+    pull: Array  # (C, D), of the alignment, over the length; (0, D) without alignment
+    weight: Array  # (C,), of the image's feature
+    cosine: Array  # (C,), with the image's feature
+
+
+class Run(NamedTuple):
+    """The state of a run, and what follows from it."""
+
+    text: Side
+    visual: Side
+    keys: Array  # (C, M, D)
+    cost: Array  # (C, M)
+    height: Array  # (C,), alpha where a class is seen
+    seen: Array  # (C,) bool
+    updates: Array  # (1,), images that the text prototypes have learned from
+    stale: Array  # (1,) bool, whether a prototype has changed since the pull of the alignment was computed
+
+
+class Room(NamedTuple):
+    """Room to work in."""
+
+    logits: Array  # (V, C)
+    entropy: Array  # (V,)
+    logit: Array  # (C,)
+    chance: Array  # (C,)
+    factor: Array  # (C,)
+    feature: Array  # (D,)
+    probe: Array  # (D,), what is predicted
+    length: Array  # (C,), of nudged text prototypes
+    similarity: Array  # (C, C), or (0, 0) without alignment
+    moved: Array  # (C, D), or (0, D) where views are not chosen again
+
+
+class Settings(NamedTuple):
+    """Numbers of the run's precision, and switches."""
+
+    scale: Any
+    alpha: Any
+    beta: Any
+    entropy_weight: Any
+    align_weight: Any  # over the temperature
+    sharpness: Any  # one over the temperature
+    eps: Any  # of AdamW
+    lr_text: Any
+    lr_visual: Any
+    per_nat: Any  # what turns an entropy in nats into the unit of the queues and the threshold
+    threshold: Any
+    share: Any  # of the way that the text prototypes evolve; 0: one over the number of images
+    keep: int  # views
+    prompt_count: int
+    threads: int
+    keeps_below: bool
+    evolves: bool
+    renormalise: bool
+
+
+# what can be done for some rows without the others
+SPIKES, NEAR, REPEL, NUDGE, ANSWER, EVOLVE = range(6)
 
 
 @compiled
-def average(
-    views: Array, logits: Array, chances: Array, chosen: Array, feature: Array, logit: Array, entropy: Array
-) -> None:
-    """Mean feature (S, D) and logit (S, C) of each run's chosen views (S, k), and the entropy (S,) of their votes.
-
-    `views` are (V, D), `logits` and their softmax `chances` (S, V, C).
-    """
-    runs, keep = chosen.shape
-    classes, dim = logits.shape[2], views.shape[1]
-    tiny = np.finfo(logits.dtype).tiny
-    for s in range(runs):
-        feature[s] = 0
-        for k in range(keep):
-            row = views[chosen[s, k]]
-            for d in range(dim):
-                feature[s, d] += row[d] / keep
-        total = 0.0
-        for c in range(classes):
-            mean, vote = logits.dtype.type(0), logits.dtype.type(0)
-            for k in range(keep):
-                mean += logits[s, chosen[s, k], c]
-                vote += chances[s, chosen[s, k], c]
-            logit[s, c] = mean / keep
-            vote /= keep
-            total -= vote * math.log(max(vote, tiny))
-        entropy[s] = total
+def rows(phase: int, total: int, run: Run, room: Room, settings: Settings, number: Any, row: Array) -> None:
+    """One phase for `total` rows, by as many threads as there are. `number` and `row` are what it needs besides."""
+    if settings.threads > 1:
+        _spread(phase, total, run.text, run.visual, run.height, run.seen, room, settings, number, row)
+    else:
+        _some(phase, 0, total, run.text, run.visual, run.height, run.seen, room, settings, number, row)
 
 
-@compiled
-def push(
-    label: Array,
-    feature: Array,
-    price: Array,
-    keys: Array,
-    cost: Array,
-    visual: Array,
-    at: Array,
-    length: Array,
+@spread
+def _spread(
+    phase: int,
+    total: int,
+    text: Side,
+    visual: Side,
+    height: Array,
     seen: Array,
-    taken: Array,
+    room: Room,
+    settings: Settings,
+    number: Any,
+    row: Array,
 ) -> None:
-    """Offer each run's feature (S, D) of cost `price` (S,) to the queue of class `label` (S,); `taken` says where.
+    for block in prange((total + BLOCK - 1) // BLOCK):  # what it is given may be a tuple of arrays, but not of tuples
+        stop = min(total, (block + 1) * BLOCK)
+        _some(phase, block * BLOCK, stop, text, visual, height, seen, room, settings, number, row)
+
+
+@compiled
+def _some(
+    phase: int,
+    start: int,
+    stop: int,
+    text: Side,
+    visual: Side,
+    height: Array,
+    seen: Array,
+    room: Room,
+    settings: Settings,
+    number: Any,
+    row: Array,
+) -> None:
+    if phase == SPIKES:
+        _spikes(start, stop, room)
+    elif phase == NEAR:
+        _near(start, stop, visual, room)
+    elif phase == REPEL:
+        _repel(start, stop, visual, seen, room, settings)
+    elif phase == NUDGE:
+        for c in range(start, stop):
+            _nudge(text, c, room.feature, number, settings.lr_text, room.moved[c])
+            room.length[c] = length_of(room.moved[c])
+    elif phase == ANSWER:
+        _answer(start, stop, text, visual, height, room, settings, number, row)
+    else:
+        _evolve(start, stop, text, room, settings, number, row[0])
+
+
+@compiled
+def _spikes(start: int, stop: int, room: Room) -> None:
+    """Logits and their entropy for views whose products with prototypes are in `logits`; `factor` is what is missing."""
+    zero = room.factor.dtype.type(0)
+    for v in range(start, stop):
+        row = room.logits[v]
+        for c in range(len(row)):
+            row[c] *= room.factor[c]
+        room.entropy[v] = spike(row, zero)[2]
+
+
+@compiled
+def _near(start: int, stop: int, visual: Side, room: Room) -> None:
+    """Cosines of visual prototypes with the image's feature."""
+    for c in range(start, stop):
+        visual.cosine[c] = dot(visual.vectors[c], room.feature) / visual.length[c]
+
+
+@compiled
+def _repel(start: int, stop: int, visual: Side, seen: Array, room: Room, settings: Settings) -> None:
+    """Turn products of visual with text prototypes into how much each pair repels, over both lengths.
+
+    That is the softmax of the cosines over the temperature, over the seen classes, less the identity. `factor` is one
+    over the text prototypes' lengths.
+    """
+    over, length = room.factor, visual.length
+    one, lowest = over.dtype.type(1), over.dtype.type(-1e30)
+    for i in range(start, stop):
+        row, steep = room.similarity[i], settings.sharpness / length[i]
+        if not seen[i]:
+            row[:] = 0
+            continue
+        for j in range(len(row)):
+            row[j] = row[j] * (steep * over[j]) if seen[j] else lowest
+        top, others = largest(row), over.dtype.type(0)
+        own = exp(row[i] - top)
+        row[i] = lowest
+        for j in range(len(row)):
+            row[j] = exp(row[j] - top)
+            others += row[j]
+        row[i] = -others  # one's own chance less 1, to the last digit even where it is nearly 1
+        share = one / ((own + others) * length[i])
+        for j in range(len(row)):
+            row[j] *= share * over[j]
+
+
+@compiled
+def _nudge(side: Side, c: int, feature: Array, soft: Any, rate: Any, out: Array) -> None:
+    """`out` (D,): prototype c after one step of AdamW from a zero residual.
+
+    The slope is the pull, where there is one, plus `weight` times `feature` (D,), less what lies along the prototype,
+    which turns nothing. The residual is -rate slope / (|slope| + soft length): AdamW's eps in the slope's own units.
+    """
+    row, length, weight = side.vectors[c], side.length[c], side.weight[c]
+    eps, along = soft * length, weight * side.cosine[c]
+    if len(side.pull):
+        pull = side.pull[c]
+        along = (along + dot(row, pull)) / length
+        for d in range(len(row)):
+            slope = length * pull[d] + weight * feature[d] - along * row[d]
+            out[d] = row[d] - rate * slope / (abs(slope) + eps)
+    else:
+        along = along / length
+        for d in range(len(row)):
+            slope = weight * feature[d] - along * row[d]
+            out[d] = row[d] - rate * slope / (abs(slope) + eps)
+
+
+@compiled
+def _answer(
+    start: int,
+    stop: int,
+    text: Side,
+    visual: Side,
+    height: Array,
+    room: Room,
+    settings: Settings,
+    soft: Any,
+    logits: Array,
+) -> None:
+    """Logits (C,) of the probe by both sets of prototypes nudged, and the nudged text prototypes' lengths."""
+    probe, out, one = room.probe, np.empty_like(room.probe), room.probe.dtype.type(1)
+    for c in range(start, stop):
+        _nudge(text, c, room.feature, soft, settings.lr_text, out)
+        room.length[c] = length_of(out)
+        logits[c] = settings.scale * (dot(out, probe) / room.length[c])
+        if height[c] > 0:
+            _nudge(visual, c, room.feature, soft, settings.lr_visual, out)
+            logits[c] += height[c] * exp(settings.beta * (dot(out, probe) / length_of(out) - one))
+
+
+@compiled
+def _evolve(start: int, stop: int, text: Side, room: Room, settings: Settings, soft: Any, share: Any) -> None:
+    """Move text prototypes a `share` of the way towards the nudged ones."""
+    out, one = np.empty_like(room.probe), room.probe.dtype.type(1)
+    for c in range(start, stop):
+        _nudge(text, c, room.feature, soft, settings.lr_text, out)
+        row, over = text.vectors[c], one / room.length[c]
+        for d in range(len(row)):
+            row[d] += share * (out[d] * over - row[d])
+        text.length[c] = length_of(row)
+        if settings.renormalise:
+            over = one / text.length[c]
+            for d in range(len(row)):
+                row[d] *= over
+            text.length[c] = length_of(row)
+
+
+@compiled
+def measure(side: Side) -> None:
+    """Fill in the lengths of a set of prototypes."""
+    for c in range(len(side.vectors)):
+        side.length[c] = length_of(side.vectors[c])
+
+
+@compiled
+def confident(views: Array, length: Array, run: Run, room: Room, settings: Settings, feature: Array) -> Any:
+    """Average the views (V, D) of lowest entropy into `feature` (D,) and `room.logit`; the entropy of their votes.
+
+    Their products with prototypes of these lengths (C,) are in `room.logits`.
+    """
+    logit, votes, entropies = room.logit, room.chance, room.entropy
+    for c in range(len(length)):
+        room.factor[c] = settings.scale / length[c]
+    rows(SPIKES, len(views), run, room, settings, settings.scale, logit)
+    part, zero = logit.dtype.type(1 / settings.keep), logit.dtype.type(0)
+    feature[:], logit[:], votes[:] = 0, 0, 0
+    for _ in range(settings.keep):
+        best = 0
+        for v in range(len(views)):  # a tie goes to the lower index
+            if entropies[v] < entropies[best]:
+                best = v
+        entropies[best] = np.inf
+        row, view = room.logits[best], views[best]
+        top, total, _ = spike(row, zero)
+        vote = part / total
+        for c in range(len(row)):
+            logit[c] += row[c] * part
+            votes[c] += exp(row[c] - top) * vote
+        for d in range(len(view)):
+            feature[d] += view[d] * part
+    entropy = zero
+    for c in range(len(votes)):
+        if votes[c] > 0:
+            entropy -= votes[c] * math.log(votes[c])
+    return entropy
+
+
+@compiled
+def push(label: int, price: Any, run: Run, feature: Array) -> bool:
+    """Offer a feature (D,) of cost `price` to the queue of class `label`; whether it was taken in.
 
     As `bank.push`: it takes the place of the worst if it is strictly better, behind its equals. The class's visual
-    prototype, its direction and its length follow.
+    prototype and its length follow.
     """
-    runs, slots, dim = len(label), cost.shape[2], feature.shape[1]
-    for s in range(runs):
-        c = label[s]
-        taken[s] = price[s] < cost[s, c, slots - 1]
-        if not taken[s]:
-            continue
-        place = slots - 1
-        while place > 0 and price[s] < cost[s, c, place - 1]:
-            cost[s, c, place] = cost[s, c, place - 1]
-            keys[s, c, place] = keys[s, c, place - 1]
-            place -= 1
-        cost[s, c, place] = price[s]
-        keys[s, c, place] = feature[s]
-        filled = 0
-        for m in range(slots):
-            filled += cost[s, c, m] < np.inf
-        for d in range(dim):
-            total = keys.dtype.type(0)
-            for m in range(filled):
-                total += keys[s, c, m, d]
-            visual[s, c, d] = total / filled
-        seen[s, c] = 1
-        aim(visual[s], at[s], length[s], c)
+    slots, row, prices = run.cost.shape[1], run.keys[label], run.cost[label]
+    if slots == 0 or not price < prices[slots - 1]:
+        return False
+    place = slots - 1
+    while place > 0 and price < prices[place - 1]:
+        prices[place] = prices[place - 1]
+        row[place] = row[place - 1]
+        place -= 1
+    prices[place] = price
+    row[place] = feature
+    filled = 0
+    for m in range(slots):
+        filled += prices[m] < np.inf
+    mean = run.visual.vectors[label]
+    for d in range(len(feature)):
+        total = feature.dtype.type(0)
+        for m in range(filled):
+            total += row[m, d]
+        mean[d] = total / filled
+    run.visual.length[label] = length_of(mean)
+    return True
 
 
 @compiled
-def aim(vectors: Array, at: Array, length: Array, c: int) -> None:
-    """Direction and length of row c of `vectors` (C, D); a zero row keeps its direction and has length 1."""
-    row, out, square = vectors[c], at[c], vectors.dtype.type(0)
-    for d in range(len(row)):
-        square += row[d] * row[d]
-    norm = math.sqrt(square) if square > 0 else vectors.dtype.type(1)
-    over = vectors.dtype.type(1 / norm)
-    for d in range(len(row)):
-        out[d] = row[d] * over
-    length[c] = norm
+def slopes(run: Run, room: Room, settings: Settings, steepness: Any) -> None:
+    """Slope of the softmax's entropy at the image's feature by each prototype: `weight` and `cosine` of both sides."""
+    text, visual, log_p, one = run.text, run.visual, room.chance, room.chance.dtype.type(1)
+    rows(NEAR, len(log_p), run, room, settings, steepness, log_p)
+    for c in range(len(log_p)):
+        text.cosine[c] = room.logit[c] / settings.scale
+        visual.weight[c] = run.height[c] * exp(settings.beta * (visual.cosine[c] - one))
+        log_p[c] = room.logit[c] + visual.weight[c]
+    top, total, entropy = spike(log_p, 0.0)
+    rest = top + math.log(total)
+    for c in range(len(log_p)):
+        log = log_p[c] - rest
+        slope = exp(log) * (-entropy - log) * steepness
+        text.weight[c] = settings.scale * slope
+        visual.weight[c] *= settings.beta * slope
 
 
 @compiled
-def aim_all(vectors: Array, at: Array, length: Array) -> None:
-    """`aim` for every row of every run: (S, C, D)."""
-    for s in range(vectors.shape[0]):
-        for c in range(vectors.shape[1]):
-            aim(vectors[s], at[s], length[s], c)
+def meet(views: Array, run: Run, room: Room, settings: Settings) -> tuple[bool, Any]:
+    """Take in one image's views (V, D), whose products with the text prototypes are in `room.logits`.
 
-
-@compiled
-def slopes(
-    logit: Array,
-    near: Array,
-    height: Array,
-    beta: Array,
-    steepness: Array,
-    scale: float,
-    by_text: Array,
-    by_visual: Array,
-) -> None:
-    """Slope of the softmax's entropy by each text and visual prototype: the factors (S, C) of the image's feature.
-
-    Logits are `logit` plus the affinity at cosines `near` (S, C); `height` (S, C) is alpha where a class is seen.
+    Whether a queue took the image, and AdamW's eps in the units of the slopes, which are left at the sides.
     """
-    runs, classes = logit.shape
-    chance = np.empty(classes, logit.dtype)
-    for s in range(runs):
-        top = -np.inf
-        for c in range(classes):
-            by_visual[s, c] = height[s, c] * math.exp(beta[s] * (near[s, c] - 1))
-            chance[c] = logit[s, c] + by_visual[s, c]
-            top = max(top, chance[c])
-        total = 0.0
-        for c in range(classes):
-            total += math.exp(chance[c] - top)
-        rest, mean = top + math.log(total), 0.0  # mean: of log p, so less the entropy
-        for c in range(classes):
-            chance[c] -= rest
-            mean += math.exp(chance[c]) * chance[c]
-        for c in range(classes):
-            slope = math.exp(chance[c]) * (mean - chance[c]) * steepness[s]
-            by_text[s, c] = scale * slope
-            by_visual[s, c] *= beta[s] * slope
+    # which queue the image belongs to, and how confidently
+    entropy = confident(views, run.text.length, run, room, settings, room.feature)
+    label, real = 0, room.logit.dtype.type
+    for c in range(len(room.logit)):
+        if room.logit[c] > room.logit[label]:
+            label = c
+
+    # evolve the visual prototypes
+    taken = push(label, real(entropy * settings.per_nat), run, room.feature)
+    if taken:
+        run.seen[label], run.height[label], run.stale[0] = True, settings.alpha, True
+
+    gain = real(1)
+    if settings.align_weight > 0:
+        gain = real(settings.align_weight / max(1, run.seen.sum()))
+    slopes(run, room, settings, settings.entropy_weight / gain)
+    room.probe[:] = views[0]
+    return taken, settings.eps / gain
 
 
 @compiled
-def nudge(
-    start: Array,
-    direction: Array,
-    pull: Array,
-    pulled: Array,
-    weight: Array,
-    feature: Array,
-    soft: Array,
-    lengths: Array,
-    lr: Array,
-    probe: Array,
-    moved: Array,
-    length: Array,
-    dot: Array,
-) -> None:
-    """Prototypes `moved` (S, C, D) after one step of AdamW from zero residuals on `start`, of these `lengths` (S, C).
-
-    The slope is `pull` (S, C, D), in runs that are `pulled` (S,), plus `weight` (S, C) times `feature` (S, D), less
-    what lies along `direction`, which turns nothing. The residual is -lr slope / (|slope| + soft * lengths): AdamW's
-    eps in the slope's own units. `length` and `dot` (S, C) become the lengths of the result and its products with
-    `probe` (D,). A `moved` of one row is scratch.
-    """
-    runs, classes, dim = start.shape
-    keep = moved.shape[1] == classes
-    for s in range(runs):
-        rate, f = lr[s], feature[s]
-        for c in range(classes):
-            at, begin, out = direction[s, c], start[s, c], moved[s, c if keep else 0]
-            w, along = weight[s, c], start.dtype.type(0)
-            if pulled[s]:
-                for d in range(dim):
-                    out[d] = pull[s, c, d] + w * f[d]
-                    along += out[d] * at[d]
-            else:
-                for d in range(dim):
-                    out[d] = w * f[d]
-                    along += out[d] * at[d]
-            eps, square, product = soft[s] * lengths[s, c], start.dtype.type(0), start.dtype.type(0)
-            for d in range(dim):
-                slope = out[d] - along * at[d]
-                out[d] = begin[d] - rate * slope / (abs(slope) + eps)
-                square += out[d] * out[d]
-                product += out[d] * probe[d]
-            length[s, c] = math.sqrt(square)
-            dot[s, c] = product
+def align(run: Run, room: Room, settings: Settings) -> None:
+    """Compute the pull of the alignment anew: three products of C x C x D."""
+    text, visual, similarity = run.text, run.visual, room.similarity
+    across(visual.vectors, text.vectors, similarity)
+    for c in range(len(room.factor)):
+        room.factor[c] = similarity.dtype.type(1) / text.length[c]
+    rows(REPEL, len(similarity), run, room, settings, settings.sharpness, room.factor)
+    product_of_transposed(similarity, visual.vectors, text.pull)
+    product(similarity, text.vectors, visual.pull)
+    run.stale[0] = False
 
 
 @compiled
-def answer(
-    text: Array,
-    text_length: Array,
-    visual: Array,
-    visual_length: Array,
-    height: Array,
-    beta: Array,
-    scale: float,
-    logits: Array,
-    entropy: Array,
-) -> None:
-    """Logits (S, C) and the entropy (S,) of their softmax, from products with prototypes and their lengths (S, C)."""
-    runs, classes = logits.shape
-    for s in range(runs):
-        top = -np.inf
-        for c in range(classes):
-            value = scale * (text[s, c] / text_length[s, c])
-            if height[s, c] > 0:
-                value += height[s, c] * math.exp(beta[s] * (visual[s, c] / visual_length[s, c] - 1))
-            logits[s, c] = value
-            top = max(top, value)
-        total, weighted = 0.0, 0.0
-        for c in range(classes):
-            chance = math.exp(logits[s, c] - top)
-            total += chance
-            weighted += chance * (logits[s, c] - top)
-        entropy[s] = math.log(total) - weighted / total
+def settle(soft: Any, run: Run, room: Room, settings: Settings, logits: Array) -> bool:
+    """Fill the logits (C,) of the probe, and evolve the text prototypes if they are sure; whether they were."""
+    rows(ANSWER, len(logits), run, room, settings, soft, logits)
+    entropy = spike(logits, 0.0)[2]
+    accepted = settings.evolves and (entropy * settings.per_nat < settings.threshold) == settings.keeps_below
+    if accepted:
+        share = room.factor[:1]
+        share[0] = settings.share
+        if settings.share == 0:
+            share[0] = 1 / (run.updates[0] + settings.prompt_count + 1)
+        rows(EVOLVE, len(logits), run, room, settings, soft, share)
+        run.updates[0] += 1
+        run.stale[0] = True
+    return accepted
 
 
 @compiled
-def evolve(text: Array, at: Array, length: Array, moved: Array, moved_length: Array, share: float) -> None:
-    """Move `text` (C, D) a `share` of the way towards `moved` at length one; aim `at` and `length` (C,) along it."""
-    classes, dim = text.shape
-    amount = text.dtype.type(share)
-    for c in range(classes):
-        row, towards, over = text[c], moved[c], text.dtype.type(1 / moved_length[c])
-        for d in range(dim):
-            row[d] += amount * (towards[d] * over - row[d])
-        aim(text, at, length, c)
+def step(views: Array, run: Run, room: Room, settings: Settings, logits: Array) -> bool:
+    """Fill `logits` (C,) for one image's views (V, D); whether something was learned from it."""
+    across(views, run.text.vectors, room.logits)
+    taken, soft = meet(views, run, room, settings)
+    if run.stale[0] and settings.align_weight > 0:
+        align(run, room, settings)
+    if len(room.moved):  # views are chosen again
+        rows(NUDGE, len(room.moved), run, room, settings, soft, room.factor)
+        across(views, room.moved, room.logits)
+        confident(views, room.length, run, room, settings, room.probe)
+    return settle(soft, run, room, settings, logits) or taken
+
+
+@compiled
+def scan(stream: Array, run: Run, room: Room, settings: Settings, logits: Array, learned: Array) -> None:
+    """Steps over N images (N, V, D), with the logits (N, C) and whether each was `learned` from (N,)."""
+    for n in range(len(stream)):
+        learned[n] = step(stream[n], run, room, settings, logits[n])
