@@ -198,25 +198,56 @@ def _repel(start: int, stop: int, visual: Side, seen: Array, room: Room, setting
 
 
 @compiled
-def _nudge(side: Side, c: int, feature: Array, soft: Any, rate: Any, out: Array) -> None:
-    """`out` (D,): prototype c after one step of AdamW from a zero residual.
+def _along(side: Side, c: int) -> Any:
+    """How much of the slope at prototype c lies along it, over its length."""
+    along = side.weight[c] * side.cosine[c]
+    if len(side.pull):
+        along += dot(side.vectors[c], side.pull[c])
+    return along / side.length[c]
 
-    The slope is the pull, where there is one, plus `weight` times `feature` (D,), less what lies along the prototype,
-    which turns nothing. The residual is -rate slope / (|slope| + soft length): AdamW's eps in the slope's own units.
+
+@compiled
+def _nudged(start: Any, slope: Any, eps: Any, rate: Any) -> Any:
+    """A number of a prototype after one step of AdamW from a zero residual.
+
+    The slope is the pull, where there is one, plus the weighted feature, less what lies along the prototype, which
+    turns nothing. `eps` is AdamW's in the slope's own units, times the prototype's length.
     """
-    row, length, weight = side.vectors[c], side.length[c], side.weight[c]
-    eps, along = soft * length, weight * side.cosine[c]
+    return start - rate * slope / (abs(slope) + eps)
+
+
+@compiled
+def _nudge(side: Side, c: int, feature: Array, soft: Any, rate: Any, out: Array) -> None:
+    """`out` (D,): prototype c nudged."""
+    row, length, weight, along = side.vectors[c], side.length[c], side.weight[c], _along(side, c)
+    eps = soft * length
     if len(side.pull):
         pull = side.pull[c]
-        along = (along + dot(row, pull)) / length
         for d in range(len(row)):
-            slope = length * pull[d] + weight * feature[d] - along * row[d]
-            out[d] = row[d] - rate * slope / (abs(slope) + eps)
+            out[d] = _nudged(row[d], length * pull[d] + weight * feature[d] - along * row[d], eps, rate)
     else:
-        along = along / length
         for d in range(len(row)):
-            slope = weight * feature[d] - along * row[d]
-            out[d] = row[d] - rate * slope / (abs(slope) + eps)
+            out[d] = _nudged(row[d], weight * feature[d] - along * row[d], eps, rate)
+
+
+@compiled
+def _meeting(side: Side, c: int, feature: Array, soft: Any, rate: Any, probe: Array) -> tuple[Any, Any]:
+    """The length of prototype c nudged, and its cosine with the probe (D,)."""
+    row, length, weight, along = side.vectors[c], side.length[c], side.weight[c], _along(side, c)
+    eps, square, product = soft * length, row.dtype.type(0), row.dtype.type(0)
+    if len(side.pull):
+        pull = side.pull[c]
+        for d in range(len(row)):
+            number = _nudged(row[d], length * pull[d] + weight * feature[d] - along * row[d], eps, rate)
+            square += number * number
+            product += number * probe[d]
+    else:
+        for d in range(len(row)):
+            number = _nudged(row[d], weight * feature[d] - along * row[d], eps, rate)
+            square += number * number
+            product += number * probe[d]
+    length = row.dtype.type(math.sqrt(square))
+    return length, product / length
 
 
 @compiled
@@ -232,14 +263,13 @@ def _answer(
     logits: Array,
 ) -> None:
     """Logits (C,) of the probe by both sets of prototypes nudged, and the nudged text prototypes' lengths."""
-    probe, out, one = room.probe, np.empty_like(room.probe), room.probe.dtype.type(1)
+    feature, probe, one = room.feature, room.probe, room.probe.dtype.type(1)
     for c in range(start, stop):
-        _nudge(text, c, room.feature, soft, settings.lr_text, out)
-        room.length[c] = length_of(out)
-        logits[c] = settings.scale * (dot(out, probe) / room.length[c])
+        room.length[c], cosine = _meeting(text, c, feature, soft, settings.lr_text, probe)
+        logits[c] = settings.scale * cosine
         if height[c] > 0:
-            _nudge(visual, c, room.feature, soft, settings.lr_visual, out)
-            logits[c] += height[c] * exp(settings.beta * (dot(out, probe) / length_of(out) - one))
+            _, cosine = _meeting(visual, c, feature, soft, settings.lr_visual, probe)
+            logits[c] += height[c] * exp(settings.beta * (cosine - one))
 
 
 @compiled
@@ -248,10 +278,11 @@ def _evolve(start: int, stop: int, text: Side, room: Room, settings: Settings, s
     out, one = np.empty_like(room.probe), room.probe.dtype.type(1)
     for c in range(start, stop):
         _nudge(text, c, room.feature, soft, settings.lr_text, out)
-        row, over = text.vectors[c], one / room.length[c]
+        row, over, square = text.vectors[c], one / room.length[c], room.probe.dtype.type(0)
         for d in range(len(row)):
             row[d] += share * (out[d] * over - row[d])
-        text.length[c] = length_of(row)
+            square += row[d] * row[d]
+        text.length[c] = math.sqrt(square)
         if settings.renormalise:
             over = one / text.length[c]
             for d in range(len(row)):
