@@ -8,8 +8,8 @@ What it does beyond `methods.dpe`, the twin that reads like the paper:
 - the pull of the alignment loss, three C x C x D products, is a function of the prototypes alone. Its kernels return
   at once where no prototype has changed since they last ran: exact, not approximate.
 
-The kernels are in `testtime.fast.fused_kernels`. What is kept follows from the state alone, through the same
-arithmetic wherever it is computed, so that a run that is saved and loaded goes on as it would have.
+The kernels are in `testtime.fast.fused_kernels`. What is kept follows from the state alone, by one arithmetic
+wherever it is computed, so a run that is saved and loaded goes on as it would have.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ROOM = 96  # programs that do without splitting sums: about as many as a GPU has
 TILES: dict[str, dict[str, int]] = {
     "view_logits": {"VIEWS": 32, "CLASSES": 16, "DEPTH": 128, "num_warps": 4, "num_stages": 3},
     "choose": {"PART": 128, "num_warps": 8},
-    "rows": {"CELLS": 4096, "num_warps": 8},  # aim, push, answer and evolve: lengths are summed in one order
+    "rows": {"CELLS": 4096, "num_warps": 8},  # aim, push, answer and evolve
     "similarity": {"ROWS": 128, "COLUMNS": 128, "DEPTH": 64, "SPLIT": 2, "num_warps": 8, "num_stages": 3},
     "misplace": {"ROWS": 2, "COLUMNS": 1024, "num_warps": 4},
     "pull": {"ROWS": 128, "COLUMNS": 128, "DEPTH": 64, "SPLIT": 2, "num_warps": 8, "num_stages": 3},
@@ -63,7 +63,7 @@ class Fused:
     Whoever writes to the state in between calls `refresh` before the next step.
     """
 
-    def __init__(self, method: DPE, task: Task, state: State, views: int) -> None:
+    def __init__(self, method: Any, task: Task, state: State, views: int) -> None:
         from testtime.fast import fused_kernels
 
         self.kernels = fused_kernels
@@ -156,9 +156,7 @@ class Fused:
         method, classes, sides = self.method, self.shape["classes"], (self.tall, self.wide)
         tile = self.tiles["similarity"]
         grid = self.tall // tile["ROWS"], self.tall // tile["COLUMNS"], tile["SPLIT"]
-        self.kernels.similarity[grid](
-            self.visual_parts, self.text_parts, self.similarity, self.stale, *sides, **tile
-        )
+        self.kernels.similarity[grid](self.visual_parts, self.text_parts, self.similarity, self.stale, *sides, **tile)
         self.kernels.misplace[(_over(classes, self.tiles["misplace"]["ROWS"]),)](
             *(self.similarity, self.state.queue.cost, self.misplaced, self.stale),
             *(1 / method.align_temperature, classes, self.tall),

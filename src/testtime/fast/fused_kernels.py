@@ -43,7 +43,9 @@ def _product(a_large, a_small, b_large, b_small, total):
 @triton.jit
 def _directed(rows):
     """Lengths (R,) and directions of rows (R, D); a zero row has length 1."""
-    length = tl.sqrt(tl.sum(rows * rows, 1))
+    # in float64, so that the order of the sum, which a compiler chooses anew for every kernel, leaves no trace
+    wide = rows.to(tl.float64)
+    length = tl.sqrt(tl.sum(wide * wide, 1)).to(tl.float32)
     length = tl.where(length > 0, length, 1.0)
     return length, rows / length[:, None]
 
@@ -335,28 +337,38 @@ def pull(
     """A tile of how the alignment pulls text, then visual prototypes: one of SPLIT parts of (2, SPLIT, tall, wide)."""
     if tl.load(stale) == 0:
         return
+    layer = tl.program_id(2)
+    if layer < SPLIT:
+        _pull(misplaced, visual_parts, out, layer, tall, wide, True, ROWS, COLUMNS, DEPTH, SPLIT)
+    else:
+        _pull(misplaced, text_parts, out, layer, tall, wide, False, ROWS, COLUMNS, DEPTH, SPLIT)
+
+
+@triton.jit
+def _pull(
+    misplaced, parts, out, layer, tall, wide,
+    TRANSPOSED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """A tile of the product of `misplaced` (tall, tall), or of it transposed, with `parts` (tall, wide)."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    layer = tl.program_id(2)
     span = tall // SPLIT
     depth = (layer % SPLIT) * span + tl.arange(0, DEPTH)
-    small_a, small_b = tall * tall, tall * wide
-    total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
-    if layer < SPLIT:
+    b = parts + depth[:, None] * wide + columns[None, :]
+    if TRANSPOSED:
         a = misplaced + depth[:, None] * tall + rows[None, :]
-        b = visual_parts + depth[:, None] * wide + columns[None, :]
-        for _ in range(0, span, DEPTH):
-            a_large, a_small = tl.trans(tl.load(a)), tl.trans(tl.load(a + small_a))
-            total = _product(a_large, a_small, tl.load(b), tl.load(b + small_b), total)
-            a += DEPTH * tall
-            b += DEPTH * wide
     else:
         a = misplaced + rows[:, None] * tall + depth[None, :]
-        b = text_parts + depth[:, None] * wide + columns[None, :]
-        for _ in range(0, span, DEPTH):
-            total = _product(tl.load(a), tl.load(a + small_a), tl.load(b), tl.load(b + small_b), total)
+    total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    for _ in range(0, span, DEPTH):
+        a_large, a_small = tl.load(a), tl.load(a + tall * tall)
+        if TRANSPOSED:
+            total = _product(tl.trans(a_large), tl.trans(a_small), tl.load(b), tl.load(b + tall * wide), total)
+            a += DEPTH * tall
+        else:
+            total = _product(a_large, a_small, tl.load(b), tl.load(b + tall * wide), total)
             a += DEPTH
-            b += DEPTH * wide
+        b += DEPTH * wide
     tl.store(out + (layer * tall + rows[:, None]) * wide + columns[None, :], total)
 
 
