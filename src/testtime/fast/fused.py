@@ -211,7 +211,7 @@ class Fused:
         rows = tiles["rows"]
         columns = _round(dim)
         self.rows = {
-            "ROWS": max(1, min(rows["CELLS"] // columns, _round(classes))),
+            "ROWS": max(1, rows["CELLS"] // columns),
             "DIM": columns,
             "num_warps": rows["num_warps"],
         }

@@ -474,6 +474,7 @@ def evolve(
     if RENORMALISES:
         _, tile = _directed(tile)
     length, directions = _directed(tile)
+    tl.debug_barrier()  # all is read before any of it is moved
     tl.store(text + place, tile, mask=mask)
     tl.store(lengths + rows, length, mask=real)
     _store_parts(text_parts, tall, wide, rows, column, directions, mask)
