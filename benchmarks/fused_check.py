@@ -51,6 +51,8 @@ ALTERNATIVES = (
     "similarity.SPLIT=1 similarity.COLUMNS=64 similarity.num_warps=4",
     "similarity.DEPTH=32 similarity.num_stages=4",
     "similarity.SPLIT=1 similarity.ROWS=64 similarity.COLUMNS=64 similarity.num_warps=4",
+    "similarity.DEPTH=32 similarity.SPLIT=4",
+    "similarity.num_warps=4",
     "misplace.ROWS=1",
     "misplace.ROWS=4",
     "misplace.ROWS=4 misplace.num_warps=8",
@@ -61,6 +63,8 @@ ALTERNATIVES = (
     "pull.SPLIT=1 pull.ROWS=64 pull.COLUMNS=64 pull.num_warps=4",
     "pull.DEPTH=32 pull.num_stages=4",
     "pull.DEPTH=32 pull.num_stages=6",
+    "pull.DEPTH=32 pull.SPLIT=4",
+    "pull.num_warps=4",
 )
 
 

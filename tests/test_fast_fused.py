@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import math
 import os
 import subprocess
 import sys
@@ -178,6 +180,64 @@ def test_the_first_class_of_equal_logits_gets_the_image(found: dict[str, Any]) -
 def test_a_queue_puts_a_feature_behind_its_equals_and_keeps_the_better_ones(found: dict[str, Any]) -> None:
     # 0, 1 and 2 are those it held, in this order; 3 is the new one
     assert found["orders"] == [[0, 1, 3], [0, 1, 2], [0, 1, 3], [3, 0, 1]]
+
+
+class Launches:
+    """Stands in for the modules of kernels: writes down what would be launched, and with how many programs."""
+
+    def __init__(self) -> None:
+        self.programs: dict[str, int] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        from testtime.fast import fused_alignment, fused_kernels
+
+        kernel = getattr(fused_kernels, name, None) or getattr(fused_alignment, name)
+
+        class Kernel:
+            def __getitem__(_, grid: tuple[int, ...]) -> Any:
+                def launch(*arguments: Any, **named: Any) -> None:
+                    for_triton = {option: named.pop(option) for option in list(named) if option.startswith("num_")}
+                    assert all(value & (value - 1) == 0 for value in for_triton.values() if value > 3)
+                    inspect.signature(kernel.fn).bind(*arguments, **named)  # each argument, and once
+                    self.programs[name] = math.prod(grid)
+
+                return launch
+
+        return Kernel()
+
+
+def launches(monkeypatch: pytest.MonkeyPatch, classes: int, dim: int, **settings: Any) -> dict[str, int]:
+    """The kernels of one step and their numbers of programs."""
+    task, stream, _ = tt.toy(classes=classes, dim=dim, images=1, views=64)
+    with monkeypatch.context() as patch:
+        patch.setattr(fused.Fused, "refresh", lambda self: None)
+        steps = fused.Fused(DPE(**settings), task, DPE(**settings).init(task), 64)
+    steps.kernels = steps.alignment = recorded = Launches()  # type: ignore[assignment]
+    steps.refresh()
+    assert set(recorded.programs) == {"aim"} and int(steps.stale) == 1
+    recorded.programs.clear()
+    steps.step(stream[0], torch.empty(classes))
+    return recorded.programs
+
+
+def test_a_step_is_eight_launches_and_fewer_where_parts_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    front, pull, back = ["view_logits", "choose", "push"], ["similarity", "misplace", "pull"], ["answer", "evolve"]
+    assert list(launches(monkeypatch, 10, 24)) == front + pull + back
+    assert list(launches(monkeypatch, 10, 24, align_weight=0.0)) == front + back
+    assert list(launches(monkeypatch, 10, 24, steps=0)) == front + back
+    assert list(launches(monkeypatch, 10, 24, text_update="none")) == front + pull + back[:1]
+
+
+def test_products_have_as_many_programs_as_a_gpu_has_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    thousand = launches(monkeypatch, 1000, 512)
+    assert thousand["similarity"] == thousand["pull"] == 128
+    more = launches(monkeypatch, 1600, 512)
+    assert more["similarity"] == 13 * 13  # enough without splitting sums
+
+
+def test_stages_find_room_in_shared_memory() -> None:
+    tile = {"ROWS": 128, "COLUMNS": 128, "DEPTH": 64}
+    assert [fused._stages(tile, room) for room in (232_448, 166_912, 101_376, 49_152)] == [3, 2, 1, 1]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ What it does beyond `methods.dpe`, the twin that reads like the paper:
 - the pull of the alignment loss, three C x C x D products, is a function of the prototypes alone. Its kernels return
   at once where no prototype has changed since they last ran: exact, not approximate.
 
-The kernels are in `testtime.fast.fused_kernels`. What is kept follows from the state alone, by one arithmetic
+The kernels are in `fused_kernels` and `fused_alignment`. What is kept follows from the state alone, by one arithmetic
 wherever it is computed, so a run that is saved and loaded goes on as it would have.
 """
 
@@ -64,12 +64,14 @@ class Fused:
     """
 
     def __init__(self, method: Any, task: Task, state: State, views: int) -> None:
-        from testtime.fast import fused_kernels
+        from testtime.fast import fused_alignment, fused_kernels
 
-        self.kernels = fused_kernels
+        self.kernels, self.alignment = fused_kernels, fused_alignment
         self.method, self.task, self.state = method, task, state
         self.count, self.keep = views, ops.kept(views, method.selection)
-        self.numbers = {name: values[0] for name, values in forms.numbers(task, [method])._asdict().items()}
+        # as floats, whatever they were given as: Triton compiles anew for whole numbers
+        self.numbers = {name: float(values[0]) for name, values in forms.numbers(task, [method])._asdict().items()}
+        self.scale = float(task.scale)
         self.pulled = bool(method.steps and self.numbers["align_weight"])
         classes, dim = task.text.shape
         self.tall, self.wide = _rounded(classes, PAD), _rounded(dim, PAD)
@@ -129,7 +131,7 @@ class Fused:
         grid = self.view_blocks, len(self.view_logits) // tile["VIEWS"]
         self.kernels.view_logits[grid](
             *(views, self.text_parts, self.view_logits, self.view_summaries),
-            *(self.task.scale, self.count),
+            *(self.scale, self.count),
             **shape,
             **tile,
         )
@@ -156,8 +158,8 @@ class Fused:
         method, classes, sides = self.method, self.shape["classes"], (self.tall, self.wide)
         tile = self.tiles["similarity"]
         grid = self.tall // tile["ROWS"], self.tall // tile["COLUMNS"], tile["SPLIT"]
-        self.kernels.similarity[grid](self.visual_parts, self.text_parts, self.similarity, self.stale, *sides, **tile)
-        self.kernels.misplace[(_over(classes, self.tiles["misplace"]["ROWS"]),)](
+        self.alignment.similarity[grid](self.visual_parts, self.text_parts, self.similarity, self.stale, *sides, **tile)
+        self.alignment.misplace[(_over(classes, self.tiles["misplace"]["ROWS"]),)](
             *(self.similarity, self.state.queue.cost, self.misplaced, self.stale),
             *(1 / method.align_temperature, classes, self.tall),
             SLOTS=method.queue,
@@ -166,7 +168,7 @@ class Fused:
         )
         tile = self.tiles["pull"]
         grid = self.tall // tile["ROWS"], self.wide // tile["COLUMNS"], 2 * tile["SPLIT"]
-        self.kernels.pull[grid](
+        self.alignment.pull[grid](
             self.misplaced, self.text_parts, self.visual_parts, self.pulls, self.stale, *sides, **tile
         )
 
@@ -176,7 +178,7 @@ class Fused:
             *(views, state.text, self.text_length, state.visual, self.visual_length, state.queue.cost),
             *(self.feature, self.logit, self.boost, self.summaries, self.pulls, self.moved, self.moved_length),
             *(out, self.answers, state.updates, self.updates_before, self.seen, self.stale),
-            *(self.task.scale, numbers["alpha"], numbers["beta"], numbers["entropy_weight"]),
+            *(self.scale, numbers["alpha"], numbers["beta"], numbers["entropy_weight"]),
             *(numbers["align_weight"], numbers["eps"], numbers["lr_text"], numbers["lr_visual"]),
             **self.shape,
             SLOTS=method.queue,
@@ -190,7 +192,7 @@ class Fused:
 
     def _evolve(self) -> None:
         state, method = self.state, self.method
-        share = 1.0 if method.text_update == "full" else 1 - method.text_decay
+        share = 1.0 if method.text_update == "full" else 1.0 - method.text_decay
         self.kernels.evolve[(self.blocks,)](
             *(state.text, self.text_length, self.text_parts, self.moved, self.moved_length, self.answers),
             *(state.updates, self.updates_before, self.stale),
@@ -222,6 +224,7 @@ class Fused:
                 tile.update(SMALL)
             if (sides[0] // tile["ROWS"]) * (sides[1] // tile["COLUMNS"]) > ROOM:
                 tile["SPLIT"] = 1
+            tile["num_stages"] = min(tile["num_stages"], _stages(tile, _shared_memory(self.task.text.device)))
 
     def _parts(self, wide: int) -> Tensor:
         """Room for the half-precision parts of vectors: (2, tall, wide) of zeros, which stay zero beyond C and D."""
@@ -232,6 +235,16 @@ class Fused:
 def _on(device: torch.device) -> Any:
     """A context in which kernels are launched on this device; the CPU is for Triton's interpreter."""
     return torch.cuda.device(device) if device.type == "cuda" else torch.no_grad()
+
+
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that the programs of a processor have in common."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 2**17
+
+
+def _stages(tile: dict[str, int], room: int) -> int:
+    """How many tiles of both factors, in two parts of half precision each, find room at once."""
+    return max(1, room // (2 * 2 * (tile["ROWS"] + tile["COLUMNS"]) * tile["DEPTH"]))
 
 
 def _over(count: int, size: int) -> int:

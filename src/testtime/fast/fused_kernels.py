@@ -1,4 +1,4 @@
-"""The kernels of `testtime.fast.fused`: one step of DPE as eight launches. They are written in Triton.
+"""The kernels of `testtime.fast.fused`, in Triton: a step of DPE but for its alignment, as five launches.
 
 C classes, D features, V views, M slots. A softmax over classes is spread over programs, so each leaves a summary of
 its own classes and the next kernel merges them: the highest value, the sum of exp(value - highest), and the sum of
@@ -26,14 +26,14 @@ SUMMARIES_AT_ONCE: tl.constexpr = tl.constexpr(64)
 
 
 @triton.jit
-def _halves(x):
+def halves(x):
     """Two of half precision that add up to x, but for 2**-22 of it."""
     large = x.to(tl.float16)
     return large, (x - large.to(tl.float32)).to(tl.float16)
 
 
 @triton.jit
-def _product(a_large, a_small, b_large, b_small, total):
+def product(a_large, a_small, b_large, b_small, total):
     """`total` plus the product of two matrices in parts; that of the small parts is below rounding."""
     total = tl.dot(a_large, b_small, total)
     total = tl.dot(a_small, b_large, total)
@@ -89,9 +89,9 @@ def _store_summary(summaries, blocks, values, real):
 
 
 @triton.jit
-def _store_parts(parts, tall, wide, rows, column, directions, mask):
+def store_parts(parts, tall, wide, rows, column, directions, mask):
     """Write directions (R, D) to the rows of their half-precision parts (2, tall, wide)."""
-    large, small = _halves(directions)
+    large, small = halves(directions)
     place = parts + rows[:, None] * wide + column[None, :]
     tl.store(place, large, mask=mask)
     tl.store(place + tall * wide, small, mask=mask)
@@ -106,7 +106,7 @@ def aim(vectors, lengths, parts, classes, dim, tall, wide, ROWS: tl.constexpr, D
     tile = tl.load(vectors + rows[:, None] * dim + column[None, :], mask=mask, other=0.0)
     length, directions = _directed(tile)
     tl.store(lengths + rows, length, mask=real)
-    _store_parts(parts, tall, wide, rows, column, directions, mask)
+    store_parts(parts, tall, wide, rows, column, directions, mask)
 
 
 # 1. which queue the image belongs to, and how confidently
@@ -126,9 +126,9 @@ def view_logits(
     for start in range(0, dim, DEPTH):
         inside = (rows < count)[:, None] & (start + depth < dim)[None, :]
         view = tl.load(views + rows[:, None] * dim + (start + depth)[None, :], mask=inside, other=0.0)
-        large, small = _halves(view)
+        large, small = halves(view)
         place = text_parts + columns[None, :] * wide + (start + depth)[:, None]
-        total = _product(large, small, tl.load(place), tl.load(place + tall * wide), total)
+        total = product(large, small, tl.load(place), tl.load(place + tall * wide), total)
     total *= scale
     tl.store(logits + rows[:, None] * tall + columns[None, :], total)
     top, sums, weighted = _summary(total, (columns < classes)[None, :], 1)
@@ -255,7 +255,7 @@ def push(
     length, directions = _directed(tile)
     if taken:
         tl.store(lengths + rows, length, mask=rows == label)
-        _store_parts(visual_parts, tall, wide, rows, column, directions, (rows == label)[:, None] & mask)
+        store_parts(visual_parts, tall, wide, rows, column, directions, (rows == label)[:, None] & mask)
 
     near = tl.sum(directions * image[None, :], 1)
     boost = tl.where(known, alpha * tl.exp(beta * (near - 1)), 0.0)
@@ -264,112 +264,7 @@ def push(
     _store_summary(summaries, tl.num_programs(0), value, real)
 
 
-# 3. prototype residual learning: first the pull of the alignment, which is kept until a prototype changes
-
-
-@triton.jit
-def similarity(
-    visual_parts, text_parts, out, stale, tall, wide,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr,
-):  # fmt: skip
-    """A tile of the cosines (tall, tall) of visual by text prototypes: one of SPLIT parts of the sum."""
-    if tl.load(stale) == 0:
-        return
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    part, span = tl.program_id(2), wide // SPLIT
-    depth = part * span + tl.arange(0, DEPTH)
-    a = visual_parts + rows[:, None] * wide + depth[None, :]
-    b = text_parts + columns[None, :] * wide + depth[:, None]
-    small = tall * wide
-    total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
-    for _ in range(0, span, DEPTH):
-        total = _product(tl.load(a), tl.load(a + small), tl.load(b), tl.load(b + small), total)
-        a += DEPTH
-        b += DEPTH
-    tl.store(out + part * tall * tall + rows[:, None] * tall + columns[None, :], total)
-
-
-@triton.jit
-def misplace(
-    similarities, cost, misplaced, stale, steepness, classes, tall,
-    SLOTS: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """The softmax of some rows of similarities over seen classes, less the identity, in parts (2, tall, tall)."""
-    if tl.load(stale) == 0:
-        return
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    top = tl.full([ROWS], LOWEST, dtype=tl.float32)
-    total = tl.zeros([ROWS], dtype=tl.float32)
-    for start in range(0, tall, COLUMNS):
-        columns = start + tl.arange(0, COLUMNS)
-        value = _similarities(similarities, cost, rows, columns, steepness, classes, tall, SLOTS, SPLIT)
-        highest = tl.maximum(top, tl.max(value, 1))
-        total = total * tl.exp(top - highest) + tl.sum(tl.exp(value - highest[:, None]), 1)
-        top = highest
-    for start in range(0, tall, COLUMNS):
-        columns = start + tl.arange(0, COLUMNS)
-        value = _similarities(similarities, cost, rows, columns, steepness, classes, tall, SLOTS, SPLIT)
-        chance = tl.exp(value - top[:, None]) / total[:, None] - (rows[:, None] == columns[None, :]).to(tl.float32)
-        mask = (rows < classes)[:, None] & (columns < tall)[None, :]
-        _store_parts(misplaced, tall, tall, rows, columns, chance, mask)
-
-
-@triton.jit
-def _similarities(
-    similarities, cost, rows, columns, steepness, classes, tall, SLOTS: tl.constexpr, SPLIT: tl.constexpr
-):  # fmt: skip
-    """Similarities over the temperature, put together from the parts of their sum; LOWEST for classes not seen."""
-    place = similarities + rows[:, None] * tall + columns[None, :]
-    inside = (columns < tall)[None, :]
-    value = tl.load(place, mask=inside, other=0.0)
-    for part in tl.static_range(1, SPLIT):
-        value += tl.load(place + part * tall * tall, mask=inside, other=0.0)
-    known = tl.load(cost + columns * SLOTS, mask=columns < classes, other=float("inf")) < float("inf")
-    return tl.where(known[None, :], value * steepness, LOWEST)
-
-
-@triton.jit
-def pull(
-    misplaced, text_parts, visual_parts, out, stale, tall, wide,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr,
-):  # fmt: skip
-    """A tile of how the alignment pulls text, then visual prototypes: one of SPLIT parts of (2, SPLIT, tall, wide)."""
-    if tl.load(stale) == 0:
-        return
-    layer = tl.program_id(2)
-    if layer < SPLIT:
-        _pull(misplaced, visual_parts, out, layer, tall, wide, True, ROWS, COLUMNS, DEPTH, SPLIT)
-    else:
-        _pull(misplaced, text_parts, out, layer, tall, wide, False, ROWS, COLUMNS, DEPTH, SPLIT)
-
-
-@triton.jit
-def _pull(
-    misplaced, parts, out, layer, tall, wide,
-    TRANSPOSED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr,
-):  # fmt: skip
-    """A tile of the product of `misplaced` (tall, tall), or of it transposed, with `parts` (tall, wide)."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    span = tall // SPLIT
-    depth = (layer % SPLIT) * span + tl.arange(0, DEPTH)
-    b = parts + depth[:, None] * wide + columns[None, :]
-    if TRANSPOSED:
-        a = misplaced + depth[:, None] * tall + rows[None, :]
-    else:
-        a = misplaced + rows[:, None] * tall + depth[None, :]
-    total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
-    for _ in range(0, span, DEPTH):
-        a_large, a_small = tl.load(a), tl.load(a + tall * tall)
-        if TRANSPOSED:
-            total = _product(tl.trans(a_large), tl.trans(a_small), tl.load(b), tl.load(b + tall * wide), total)
-            a += DEPTH * tall
-        else:
-            total = _product(a_large, a_small, tl.load(b), tl.load(b + tall * wide), total)
-            a += DEPTH
-        b += DEPTH * wide
-    tl.store(out + (layer * tall + rows[:, None]) * wide + columns[None, :], total)
+# 3. prototype residual learning, down the slope of the entropy and the pull of `fused_alignment`
 
 
 @triton.jit
@@ -477,7 +372,7 @@ def evolve(
     tl.debug_barrier()  # all is read before any of it is moved
     tl.store(text + place, tile, mask=mask)
     tl.store(lengths + rows, length, mask=real)
-    _store_parts(text_parts, tall, wide, rows, column, directions, mask)
+    store_parts(text_parts, tall, wide, rows, column, directions, mask)
     if tl.program_id(0) == 0:
         tl.store(updates, before + 1)
         tl.store(stale, 1)
