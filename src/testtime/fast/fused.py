@@ -51,6 +51,7 @@ def fits(method: Any, task: Task, views: int) -> bool:
         and method.queue > 0
         and not method.multi_view_prediction
         and task.text.dtype == torch.float32
+        and task.text.is_contiguous()
         and 1 < task.classes <= MOST_CLASSES
         and 1 <= views <= MOST_VIEWS
         and find_spec("triton") is not None
@@ -76,7 +77,8 @@ class Fused:
         classes, dim = task.text.shape
         self.tall, self.wide = _rounded(classes, PAD), _rounded(dim, PAD)
         self.shape = {"classes": classes, "dim": dim, "tall": self.tall, "wide": self.wide}
-        self.tiles = {name: dict(tile) for name, tile in TILES.items()}
+        # fusing products and sums is Triton's default, but asking for it keeps later versions from warning of a change
+        self.tiles = {name: {**tile, "enable_fp_fusion": True} for name, tile in TILES.items()}
         self._fit_tiles()
 
         like = task.text
@@ -97,7 +99,7 @@ class Fused:
         self.summaries, self.answers = (like.new_empty(3, self.blocks) for _ in range(2))
         self.moved, self.moved_length = torch.empty_like(like), like.new_empty(classes)
         self.updates_before = torch.zeros_like(state.updates)
-        aligned = self.tall if self.pulled else 0
+        aligned = self.tall if self.pulled else 1  # of no use then
         self.similarity = like.new_zeros(self.tiles["similarity"]["SPLIT"], aligned, aligned)
         self.misplaced = self._parts(aligned)
         self.pulls = like.new_zeros(2, self.tiles["pull"]["SPLIT"], aligned, self.wide)
@@ -212,11 +214,7 @@ class Fused:
         tiles["view_logits"]["VIEWS"] = min(tiles["view_logits"]["VIEWS"], tiles["choose"]["VIEWS"])
         rows = tiles["rows"]
         columns = _round(dim)
-        self.rows = {
-            "ROWS": max(1, rows["CELLS"] // columns),
-            "DIM": columns,
-            "num_warps": rows["num_warps"],
-        }
+        self.rows = {"ROWS": max(1, rows.pop("CELLS") // columns), "DIM": columns, **rows}
         tiles["misplace"]["COLUMNS"] = min(tiles["misplace"]["COLUMNS"], _round(classes))
         for name, sides in (("similarity", (self.tall, self.tall)), ("pull", (self.tall, 2 * self.wide))):
             tile = tiles[name]
@@ -228,8 +226,7 @@ class Fused:
 
     def _parts(self, wide: int) -> Tensor:
         """Room for the half-precision parts of vectors: (2, tall, wide) of zeros, which stay zero beyond C and D."""
-        tall = self.tall if wide else 0
-        return torch.zeros(2, tall, wide, dtype=torch.float16, device=self.task.text.device)
+        return torch.zeros(2, self.tall, wide, dtype=torch.float16, device=self.task.text.device)
 
 
 def _on(device: torch.device) -> Any:
