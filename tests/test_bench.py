@@ -356,6 +356,20 @@ def test_a_system_that_cannot_run_says_what_it_needs_and_is_tried_again(plan) ->
     assert not (plan.folder / "systems" / "coop.json").exists()
 
 
+def test_a_limit_encodes_so_many_images_and_no_more(plan, monkeypatch) -> None:
+    from testtime import encode
+
+    encoded: list[int] = []
+    real = encode.encode_views
+    monkeypatch.setattr(
+        encode, "encode_views", lambda e, images, *a, **k: (encoded.append(len(images)), real(e, images, *a, **k))[1]
+    )
+    rows = run_systems(plan._replace(limit=4), SYSTEMS)
+    assert sum(encoded) == 4 and {row["images"] for row in rows} == {4}
+    run_bench("losses", {"tiny": Plan(plan.folder, plan.encoder, limit=4, report=print)}, {"pets": plan.dataset})
+    assert sum(encoded) == 4  # the same images
+
+
 def test_another_bench_in_the_same_folder_is_refused(plan) -> None:
     run_systems(plan, SYSTEMS[:1])
     with pytest.raises(InputError, match="seed 1, this one is of 2"):

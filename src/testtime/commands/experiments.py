@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from testtime.commands.options import Device, EncoderName, Limit, Templates
+from testtime.commands.options import Device, EncoderName, Templates
 from testtime.devices import find_device
 from testtime.terminal import err, out, percent
 from testtime.types import InputError
@@ -37,6 +37,9 @@ Described = Annotated[
 ]
 Learned = Annotated[Path | None, typer.Option("--prompts", help="Learned prompts (CoOp), for what uses them.")]
 Out = Annotated[Path, typer.Option("--out", "-o", help="Folder for features, cells and tables.")]
+Limit = Annotated[
+    int | None, typer.Option("--limit", help="Only this many images, drawn at random, the same for every seed.")
+]
 Json = Annotated[bool, typer.Option("--json", help="The rows as JSON on standard output.")]
 Shard = Annotated[int, typer.Option("--shard", help="Images to a shard of features; an interrupt loses one.")]
 
