@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 from testtime import files
 from testtime.engine import Session
-from testtime.types import InputError, Prediction
+from testtime.types import InputError, Prediction, StoredImage
 
 COLUMNS = (
     "index",
@@ -27,7 +27,7 @@ COLUMNS = (
 AUTOSAVE = 200  # images between two saves of the state, so that a crash costs at most these
 
 
-def row(index: int, path: Path, prediction: Prediction) -> dict[str, Any]:
+def row(index: int, path: StoredImage, prediction: Prediction) -> dict[str, Any]:
     """One prediction as plain data; entropy in nats."""
     return {
         "index": index,
@@ -43,7 +43,7 @@ def row(index: int, path: Path, prediction: Prediction) -> dict[str, Any]:
 
 @dataclass
 class Tally:
-    """How a run is going; accuracies count images whose folder is named after a class."""
+    """How a run is going; accuracies count images whose class is known."""
 
     images: int = 0
     learned: int = 0
@@ -64,7 +64,7 @@ class Tally:
             self.zero_shot_correct += prediction.zero_shot_index == label
 
     def summary(self) -> dict[str, Any]:
-        """The tally as plain data; accuracies are fractions, None where no folder names a class."""
+        """The tally as plain data; accuracies are fractions, None where no image's class is known."""
         return {
             "images": self.images,
             "skipped": len(self.skipped),
@@ -128,7 +128,7 @@ def reopen(path: Path, style: str, count: int) -> set[str]:
 
 def run_images(
     session: Session,
-    paths: Sequence[Path],
+    paths: Sequence[StoredImage],
     labels: Sequence[int | None],
     tally: Tally,
     *,
@@ -136,7 +136,7 @@ def run_images(
     save: Path | None = None,
     on_skip: Callable[[str], None] | None = None,
     batch: int = 16,
-) -> Generator[tuple[int, Path, Prediction], None, None]:
+) -> Generator[tuple[int, StoredImage, Prediction], None, None]:
     """Stream index, path and prediction of every image that can be read, in order.
 
     With `save`, the state is written every `AUTOSAVE` images and whenever the stream ends, also by an interrupt.

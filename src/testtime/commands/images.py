@@ -17,11 +17,13 @@ from testtime.commands.options import (
     Descriptions,
     Device,
     EncoderName,
+    Images,
     Limit,
     MethodName,
     Preset,
     Prompts,
     Reference,
+    Root,
     Seed,
     Settings,
     Shuffle,
@@ -29,9 +31,9 @@ from testtime.commands.options import (
     Templates,
     Variations,
     ViewsOrPaper,
-    class_names,
     method_of,
     ordered,
+    source_of,
     task_of,
     variations_of,
 )
@@ -44,7 +46,8 @@ app = typer.Typer()
 
 @app.command(epilog="Example:  testtime run photos/ --classes cat,dog,fox --out answers.csv --save pets.safetensors")
 def run(
-    images: Annotated[str, typer.Argument(help="A folder, a glob in quotes, a .txt of paths, an image, or - .")],
+    images: Images,
+    root: Root = None,
     classes: Classes = None,
     classes_file: ClassesFile = None,
     encoder: EncoderName = "offline",
@@ -74,19 +77,19 @@ def run(
     """Classify images and learn from each one as it passes.
 
     Every row holds the label, its confidence and entropy (nats), the zero-shot label, and whether the image was
-    learned from. Where folders are named after classes, the accuracy of both is shown too; labels only score.
+    learned from. Where the images come with labels, or lie in folders named after classes, the accuracy of both is
+    shown too; labels only score.
     """
     from testtime import load_encoder
     from testtime.engine import Session
-    from testtime.images import find_images, labels_from_folders
     from testtime.runs import Rows, Tally, reopen, row, run_images
 
     style = _style(style, output)
-    paths = find_images(images, sys.stdin)
-    names = class_names(classes, classes_file)
+    data, names, labels = source_of(images, root, classes, classes_file)
     # mistakes in names and settings show before the encoder is loaded
     chosen = method_of(method, preset, settings)
-    paths = ordered(paths, shuffle, seed, limit)
+    order = ordered(len(data), shuffle, seed, limit)
+    paths, labels = [data.paths[i] for i in order], [labels[i] for i in order]
     source, count = variations_of(variations, views, paths, find_device(device))
     loaded = load_encoder(encoder, device=find_device(device))
     task = task_of(loaded, names, template, descriptions, prompts, getattr(chosen, "needs_tower", False))
@@ -100,9 +103,9 @@ def run(
         err.print(f"Going on after {session.count} images from {escape(str(resume))} with its own settings.")
     if resume is not None and output is not None:
         done = reopen(output, style, session.count)
-        paths = [path for path in paths if str(path) not in done]
+        left = [i for i, path in enumerate(paths) if str(path) not in done]
+        paths, labels = [paths[i] for i in left], [labels[i] for i in left]
     tally = Tally()
-    labels = labels_from_folders(paths, task.classnames)
     appending = resume is not None and output is not None and output.exists()
     watching = output is None and sys.stdout.isatty()
     with opened(output, appending) as file:
@@ -128,8 +131,9 @@ def run(
 
 @app.command(epilog="Example:  testtime encode photos/ --classes cat,dog,fox --views 64 --out photos.safetensors")
 def encode(
-    images: Annotated[str, typer.Argument(help="A folder, a glob in quotes, a .txt of paths, an image, or - .")],
+    images: Images,
     output: Annotated[Path, typer.Option("--out", "-o", help="Feature file, or with --shard a folder.")],
+    root: Root = None,
     classes: Classes = None,
     classes_file: ClassesFile = None,
     encoder: EncoderName = "offline",
@@ -148,14 +152,14 @@ def encode(
 ) -> None:
     """Encode images once into a feature file that 'testtime replay' runs any method over.
 
-    Where every image lies in a folder named after a class, these become the labels that replays are scored with.
+    Where every image comes with a label, or lies in a folder named after a class, replays are scored with these.
     """
     from testtime import encode as encoding
     from testtime import load_encoder, registry
-    from testtime.images import find_images, labels_from_folders
 
-    paths = find_images(images, sys.stdin)[:limit]
-    names = class_names(classes, classes_file)
+    data, names, labels = source_of(images, root, classes, classes_file)
+    order = ordered(len(data), False, seed, limit)
+    paths = [data.paths[i] for i in order]
     if dtype not in encoding.DTYPES:
         raise registry.unknown("dtype", dtype, encoding.DTYPES)
     source, count = variations_of(variations, views, paths, find_device(device))
@@ -170,7 +174,7 @@ def encode(
     with progress("images", len(paths)) as advance:
         done = encoding.encode(
             loaded, task, paths, output,
-            labels=labels_from_folders(paths, task.classnames), views=count, augmix=augmix, seed=seed,
+            labels=[labels[i] for i in order], views=count, augmix=augmix, seed=seed,
             variations=source, dtype=encoding.DTYPES[dtype], shard=shard, resume=True, dataset=images,
             on_skip=None if strict else skip, progress=advance,
         )  # fmt: skip
@@ -201,7 +205,7 @@ def _print_tally(tally: Any, session: Any, save: Path | None, output: Path | Non
     )
     if tally.labelled:
         err.print(
-            f"accuracy on {tally.labelled} images in folders named after a class: "
+            f"accuracy on {tally.labelled} images whose class is known: "
             f"{percent(facts['accuracy'])} ({session.method.name}), "
             f"{percent(facts['zero_shot_accuracy'])} (zero-shot)",
             highlight=False,
