@@ -14,7 +14,7 @@ from testtime.bench import EXPERIMENTS, Bench, System, markdown, report_parts, r
 from testtime.bench import systems as benches
 from testtime.bench.cost import cost_lines, estimate, paper_columns
 from testtime.bench.experiments import TEXTS
-from testtime.bench.queues import run_queues, watch_queues
+from testtime.bench.queues import queues_page, run_queues, watch_queues
 from testtime.bench.runner import SAME, find_columns, find_experiment
 from testtime.bench.tables import sheets
 from testtime.datasets import open_dataset
@@ -209,6 +209,38 @@ def test_the_map_of_queues_has_a_place_for_every_feature(tmp_path, experiment_pl
         run_queues(experiment_plan, dataset, [19])
 
 
+def test_the_page_of_queues_shows_each_moment_with_its_images(tmp_path, experiment_plan) -> None:
+    folder = make_folders(tmp_path / "more", images=6)
+    (folder / "cat" / "2.png").write_bytes(b"no image")  # the store is one image shorter than the dataset
+    dataset = open_dataset(folder)
+    result = run_queues(experiment_plan, dataset, [6, 17])
+    for moment, entries in zip(result["moments"], result["maps"], strict=True):
+        right = [dataset.labels[entry["row"]] == entry["class"] for entry in entries]
+        assert sum(right) / len(right) == pytest.approx(moment["purity"])
+    page = queues_page(result, dataset, "testtime bench tsne more")
+    assert page.count("data-map>") == 2 and "After 6 images" in page and "After 17 images" in page
+    assert page.count('class="point') == sum(map(len, result["maps"]))
+    assert "data:image/jpeg;base64," in page and "testtime bench tsne more" in page and "in a wrong queue" in page
+
+
+def test_a_page_of_many_features_shows_the_classes_that_the_seed_chose(tmp_path, experiment_plan, monkeypatch) -> None:
+    dataset = open_dataset(make_folders(tmp_path / "more", images=6))
+    result = run_queues(experiment_plan, dataset, [6, 18])
+    chosen = result["maps"][1][0]["class"]
+    result["coloured"] = [chosen]
+    monkeypatch.setattr("testtime.bench.queues.PLACED", 10)
+    page = queues_page(result, dataset)
+    shown = [entry for entries in result["maps"] for entry in entries if entry["class"] == chosen]
+    assert 0 < len(shown) == page.count('class="point') < sum(map(len, result["maps"]))
+    assert "Shown are 1 classes, chosen by the seed" in page
+
+
+def test_too_few_features_make_no_map(tmp_path, experiment_plan) -> None:
+    dataset = open_dataset(make_folders(tmp_path / "more", images=6))
+    with pytest.raises(InputError, match="1 features make no map.*--after"):
+        run_queues(experiment_plan, dataset, [1])
+
+
 # cost
 
 
@@ -255,7 +287,7 @@ def test_the_command_prints_writes_and_explains(folders, tmp_path, capsys) -> No
     assert command("bench", "ood", "--encoder", "tiny", "--dry-run", "--json") == 0
     assert json.loads(capsys.readouterr().out)[0]["images"] == 50000
     assert command("bench", "tsne", folders, *common, "--after", "4,9") == 0
-    assert "| 9 |" in capsys.readouterr().out
+    assert "| 9 |" in capsys.readouterr().out and "After 9 images" in (tmp_path / "o" / "tsne.html").read_text()
     assert command("bench", "tsne", folders, *common, "--after", "4,9", "--json") == 0
     assert json.loads(capsys.readouterr().out)["moments"][1]["images"] == 9
 

@@ -8,11 +8,14 @@ import json
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from testtime import files
 from testtime.engine import Session
 from testtime.types import InputError, Prediction, StoredImage
+
+if TYPE_CHECKING:
+    from testtime.report.record import Record
 
 COLUMNS = (
     "index",
@@ -134,12 +137,14 @@ def run_images(
     *,
     strict: bool = False,
     save: Path | None = None,
+    record: Record | None = None,
     on_skip: Callable[[str], None] | None = None,
     batch: int = 16,
 ) -> Generator[tuple[int, StoredImage, Prediction], None, None]:
     """Stream index, path and prediction of every image that can be read, in order.
 
     With `save`, the state is written every `AUTOSAVE` images and whenever the stream ends, also by an interrupt.
+    `record` takes down what a report of the run needs.
     """
 
     def skip(path: Any, error: InputError) -> None:
@@ -151,6 +156,8 @@ def run_images(
     try:
         for path, prediction in session.run(paths, batch=batch, on_error=None if strict else skip):
             tally.add(prediction, truth[path])
+            if record:
+                record.add(path, prediction, truth[path])
             yield session.count - 1, path, prediction
             if save and session.count % AUTOSAVE == 0:
                 session.save(save)

@@ -204,19 +204,22 @@ def _dry_run(experiment: Any, data: Path | None, encoder: str | None, common: tu
 def _queues(
     data: Path | None, encoder: str, common: tuple[Any, ...], after: str | None, output: Path, as_json: bool
 ) -> None:
-    from testtime.bench.queues import queues_markdown, run_queues
+    from testtime.bench.queues import queues_markdown, queues_page, run_queues
     from testtime.evaluate import find_dataset, write_results
+    from testtime.files import write_atomic
 
     if data is None:
         raise InputError("tsne runs on a dataset of yours: give its folder, as in bench tsne FOLDER.")
     moments = None if after is None else _numbers(after, "--after")
-    result = run_queues(_plan(encoder, *common), find_dataset(str(data)), moments)
+    dataset = find_dataset(str(data))
+    result = run_queues(_plan(encoder, *common), dataset, moments)
     write_results(output, "tsne", result, queues_markdown(result))
+    write_atomic(output / "tsne.html", queues_page(result, dataset, "testtime " + shlex.join(sys.argv[1:])))
     if as_json:
         print(json.dumps(result))
         return
     print(queues_markdown(result))
-    note(f"Places on the map are in {output}/tsne.json.")
+    note(f"Places on the map are in {output}/tsne.json; to look at, {output}/tsne.html.")
 
 
 def _systems(

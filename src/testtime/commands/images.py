@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -23,6 +24,7 @@ from testtime.commands.options import (
     Preset,
     Prompts,
     Reference,
+    Report,
     Root,
     Seed,
     Settings,
@@ -40,6 +42,9 @@ from testtime.commands.options import (
 from testtime.devices import find_device
 from testtime.terminal import Watch, err, opened, percent, progress
 from testtime.types import InputError
+
+if TYPE_CHECKING:
+    from testtime.report.record import Record
 
 app = typer.Typer()
 
@@ -70,6 +75,7 @@ def run(
     resume: Annotated[
         Path | None, typer.Option("--resume", help="Go on from a saved state; images already in --out are left out.")
     ] = None,
+    report: Report = None,
     strict: Strict = False,
     reference: Reference = False,
     json_summary: Annotated[bool, typer.Option("--json", help="Summary as a JSON object on standard error.")] = False,
@@ -106,6 +112,11 @@ def run(
         left = [i for i, path in enumerate(paths) if str(path) not in done]
         paths, labels = [paths[i] for i in left], [labels[i] for i in left]
     tally = Tally()
+    record = None
+    if report is not None:
+        from testtime.report.record import Record
+
+        record = Record(session, len(paths))
     appending = resume is not None and output is not None and output.exists()
     watching = output is None and sys.stdout.isatty()
     with opened(output, appending) as file:
@@ -118,6 +129,7 @@ def run(
                 tally,
                 strict=strict,
                 save=save,
+                record=record,
                 on_skip=lambda line: err.print(f"[yellow]skipped[/] {escape(line)}", soft_wrap=True),
             )
             try:
@@ -126,7 +138,10 @@ def run(
                     advance(tally.images + len(tally.skipped))
             finally:
                 stream.close()  # saves the state, also when interrupted
-    _print_tally(tally, session, save, output, json_summary)
+    if report is not None and record is not None:
+        order_words = f"shuffled, seed {seed}" if shuffle else "as given"
+        _write_report(report, record, data.name, order_words)
+    _print_tally(tally, session, save, output, json_summary, report)
 
 
 @app.command(epilog="Example:  testtime encode photos/ --classes cat,dog,fox --views 64 --out photos.safetensors")
@@ -190,8 +205,33 @@ def _style(style: str | None, output: Path | None) -> str:
     return style
 
 
-def _print_tally(tally: Any, session: Any, save: Path | None, output: Path | None, as_json: bool) -> None:
+def _write_report(file: Path, record: Record, name: str, order: str) -> None:
+    """The page of a run, as `testtime report` makes it of features."""
+    from testtime.files import write_atomic
+    from testtime.report import StreamReport, html
+    from testtime.report.conditions import conditions
+
+    session = record.session
+    made = record.report(name)
+    before = session.count - len(record.images)
+    known = sum(label is not None for label in record.labels)
+    facts = conditions(
+        session.task,
+        command="testtime " + shlex.join(sys.argv[1:]),
+        Dataset=name,
+        Order=order + (f", after {before:,} images of an earlier run" if before else ""),
+        Views=f"{session.views}, seed {session.seed}" + ", AugMix" * session.augmix,
+        Labels="only score" if isinstance(made, StreamReport) else f"known of {known:,} images" if known else "none",
+        Time=f"{record.milliseconds:,.1f} ms per image, reading and encoding included",
+    )
+    write_atomic(file, html([made], facts, "testtime run"))
+
+
+def _print_tally(
+    tally: Any, session: Any, save: Path | None, output: Path | None, as_json: bool, report: Path | None
+) -> None:
     facts = tally.summary() | {"method": session.method.name, "state": str(save) if save else None}
+    facts |= {"report": str(report)} if report else {}
     if as_json:
         print(json.dumps(facts), file=sys.stderr)
         return
@@ -199,7 +239,8 @@ def _print_tally(tally: Any, session: Any, save: Path | None, output: Path | Non
         f"{tally.images} images, {tally.learned} learned from, {tally.changed} answers other than zero-shot"
         + (f", {len(tally.skipped)} skipped" if tally.skipped else "")
         + (f"; rows in {escape(str(output))}" if output else "")
-        + (f"; state in {escape(str(save))}" if save else ""),
+        + (f"; state in {escape(str(save))}" if save else "")
+        + (f"; page in {escape(str(report))}" if report else ""),
         highlight=False,
         soft_wrap=True,
     )

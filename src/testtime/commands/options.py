@@ -72,6 +72,9 @@ Limit = Annotated[int | None, typer.Option("--limit", help="Stop after this many
 Reference = Annotated[
     bool, typer.Option("--reference", help="Run the method's own steps, not its fast twin; same answers, slower.")
 ]
+Report = Annotated[
+    Path | None, typer.Option("--report", help="Write an HTML page about it that needs nothing else, as 'report' does.")
+]
 Strict = Annotated[bool, typer.Option("--strict", help="Stop at an image that cannot be read, and do not skip it.")]
 
 
