@@ -16,6 +16,7 @@ from testtime.evaluate import Plan, described, recipe_of
 from testtime.files import write_atomic
 from testtime.ops import unit
 from testtime.report.queues import FEWEST, PLACED, Tracer, tsne
+from testtime.report.words import count
 from testtime.streams import shuffled
 from testtime.types import InputError, Method, Task
 
@@ -44,11 +45,11 @@ def run_queues(plan: Plan, dataset: Dataset, moments: Sequence[int] | None = Non
     method = plan.method("dpe", entry, {"queue": QUEUE})
     text = Text(plan.templates_of(entry), plan.descriptions_of(dataset))
     cell = Cell(method, text, plan.views_of("dpe", entry), plan.seeds[0])
-    count = len(lab.indices)
-    chosen = sorted({max(1, round(share * count)) for share in SHARES}) if moments is None else sorted(set(moments))
-    if not chosen or chosen[0] < 1 or chosen[-1] > count:
-        raise InputError(f"Moments {chosen}: give numbers of images from 1 to {count}.")
-    path = lab.path(cell).with_name(f"tsne-{'-'.join(map(str, chosen))}-{lab.path(cell).name}")
+    images = len(lab.indices)
+    chosen = sorted({max(1, round(share * images)) for share in SHARES}) if moments is None else sorted(set(moments))
+    if not chosen or chosen[0] < 1 or chosen[-1] > images:
+        raise InputError(f"Moments {chosen}: give numbers of images from 1 to {images}.")
+    path = lab.path(cell).with_name(f"map-{'-'.join(map(str, chosen))}-{lab.path(cell).name}")
     if path.exists():
         return json.loads(path.read_text(encoding="utf-8"))
     store = lab.store(cell.views, cell.seed)
@@ -114,14 +115,17 @@ def _scored(held: Held, labels: Tensor) -> dict[str, Any]:
 
 def _placed(held: Sequence[Held], rows: Sequence[int], seed: int) -> list[list[dict[str, Any]]]:
     """Each moment's entries with their place on one map of all moments (t-SNE); `rows` of the dataset, as streamed."""
-    features = torch.cat([moment.features for moment in held])
-    if len(features) < FEWEST:
-        raise InputError(f"{len(features)} features make no map; look at the queues later, as in --after 100,1000.")
-    flat = iter(tsne(features, seed))
+    # an image's feature once, however many moments it stays
+    found = {place: key for moment in held for place, key in zip(moment.places.tolist(), moment.features, strict=True)}
+    if len(found) < FEWEST:
+        raise InputError(
+            f"{count(len(found), 'feature')} on a map: too few to place; look at the queues later: --after 100,1000."
+        )
+    flat = dict(zip(found, tsne(torch.stack(list(found.values())), seed), strict=True))
     return [
         [
-            {"class": label, "image": place, "row": rows[place], "x": x, "y": y}
-            for label, place, (x, y) in zip(moment.classes.tolist(), moment.places.tolist(), flat, strict=False)
+            {"class": label, "image": place, "row": rows[place], "x": flat[place][0], "y": flat[place][1]}
+            for label, place in zip(moment.classes.tolist(), moment.places.tolist(), strict=True)
         ]
         for moment in held
     ]
@@ -167,7 +171,7 @@ def queues_page(result: dict[str, Any], dataset: Dataset, command: str = "") -> 
     maps, coloured = result["maps"], set(result["coloured"])
     if sum(map(len, maps)) > PLACED:
         maps = [[entry for entry in entries if entry["class"] in coloured] for entries in maps]
-        text = f"Shown are {len(coloured)} classes, chosen by the seed. "
+        text = f"Shown {'is' if len(coloured) == 1 else 'are'} {count(len(coloured), 'class')}, chosen by the seed. "
     # the queues' last contents first, where there are more images than thumbnails
     rows = list(dict.fromkeys(entry["row"] for entries in reversed(maps) for entry in entries))
     number = {row: image for image, row in enumerate(rows)}
@@ -179,7 +183,13 @@ def queues_page(result: dict[str, Any], dataset: Dataset, command: str = "") -> 
     section = QueuesReport(
         result["title"],
         _subtitle(facts),
-        [Table("How clustered they are", ["After", *HEAD[1:]], [[f"{n} images", *m] for n, *m in _lines(result)])],
+        [
+            Table(
+                "How clustered they are",
+                ["After", *(name.capitalize() for name in HEAD[1:])],
+                [[f"{images} images", *more] for images, *more in _lines(result)],
+            )
+        ],
         QueueMap("DPE", snapshots, f"{text}The map's t-SNE has seed {facts['seed']}."),
         list(dataset.classnames),
         [labels[row] for row in rows],

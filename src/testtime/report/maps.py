@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from testtime.report.data import Queued, QueueMap, Snapshot, UnlabelledReport
+from testtime.report.data import Queued, QueueMap, QueuesReport, Snapshot, UnlabelledReport
 from testtime.report.pictures import Pictured, image_name, thumbnail
 from testtime.report.words import count, plain, px, safe, short, text_width
 
@@ -20,7 +20,8 @@ def queues(report: Pictured, section: int) -> str:
     given = report.queues
     if given is None or not any(snapshot.entries for snapshot in given.snapshots):
         return ""
-    parts = [f"<h3>What the queues of {safe(given.method)} hold</h3>"]
+    heading = "Maps" if isinstance(report, QueuesReport) else f"What the queues of {safe(given.method)} hold"
+    parts = [f"<h3>{heading}</h3>"]
     if given.text:
         parts.append(f"<p>{safe(given.text)}</p>")
     if given.placed:
