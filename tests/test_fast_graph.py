@@ -18,7 +18,7 @@ from testtime.fast import capture, graph
 from testtime.methods.base import Base, leaves
 from testtime.types import FeatureError, Task
 
-METHODS = ("dmn", "dota", "dpe", "mcp", "tda", "tps", "zero", "zeroshot")
+METHODS = ("dmn", "dota", "dpe", "mcp", "mta", "tda", "tps", "zero", "zeroshot")
 
 
 class Total(NamedTuple):
