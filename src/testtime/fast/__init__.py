@@ -51,7 +51,9 @@ TWINS = {
     "testtime.methods.dpe.DPE": Twin("dpe", _dpe_fits, _dpe_shape),
     "testtime.methods.dmn.DMN": Twin("memory", lambda method: True, lambda method: (method.selection,)),
     "testtime.methods.tda.TDA": Twin("caches", lambda method: True, lambda method: (method.selection,)),
-    "testtime.methods.tps.TPS": Twin("shifts", lambda method: method.steps <= 1, lambda method: (method.selection, method.steps)),
+    "testtime.methods.tps.TPS": Twin(
+        "shifts", lambda method: method.steps <= 1, lambda method: (method.selection, method.steps)
+    ),
 }
 
 

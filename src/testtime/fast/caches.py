@@ -42,7 +42,7 @@ class Negative(NamedTuple):
     cost: Array  # (C, M)
     probs: Array  # (C, M, C)
     possible: Array  # (C, M, L) the classes that an item lowers
-    count: Array  # (C, M) how many those are
+    lengths: Array  # (C, M) how many those are
 
 
 class Numbers(NamedTuple):
@@ -112,9 +112,9 @@ def _negative(state: State, numbers: Numbers) -> Negative:
     room = min(classes, int(1.01 / lower) + 1) if lower > 0 else classes
     held = ((lower < probs) & (probs < upper)).sum(2).max(initial=0)  # a saved state may hold anything
     possible = np.zeros((classes, slots, max(room, held)), np.int64)
-    count = np.zeros((classes, slots), np.int64)
-    list_all(probs, lower, upper, possible, count)
-    return Negative(*map(owned, state.negative), probs, possible, count)
+    lengths = np.zeros((classes, slots), np.int64)
+    list_all(probs, lower, upper, possible, lengths)
+    return Negative(*map(owned, state.negative), probs, possible, lengths)
 
 
 @compiled
@@ -129,11 +129,11 @@ def list_possible(prob: Array, lower: float, upper: float, possible: Array) -> i
 
 
 @compiled
-def list_all(probs: Array, lower: float, upper: float, possible: Array, count: Array) -> None:
+def list_all(probs: Array, lower: float, upper: float, possible: Array, lengths: Array) -> None:
     """`list_possible` for every item (C, M) of a cache."""
-    for c in range(count.shape[0]):
-        for m in range(count.shape[1]):
-            count[c, m] = list_possible(probs[c, m], lower, upper, possible[c, m])
+    for c in range(lengths.shape[0]):
+        for m in range(lengths.shape[1]):
+            lengths[c, m] = list_possible(probs[c, m], lower, upper, possible[c, m])
 
 
 @compiled
@@ -153,7 +153,7 @@ def push_negative(
     cost: Array,
     probs: Array,
     possible: Array,
-    count: Array,
+    lengths: Array,
     label: int,
     feature: Array,
     price: float,
@@ -161,25 +161,26 @@ def push_negative(
     lower: float,
     upper: float,
 ) -> bool:
-    """`push` for a negative cache, whose items also hold probabilities (C,) and the classes that these make possible."""
+    """`push` for a negative cache, whose items also hold probabilities (C,) and list the classes between the bounds."""
     place = rank(cost[label], price)
     if place >= 0:
         make_room(cost[label], place)
         make_room(keys[label], place)
         make_room(probs[label], place)
         make_room(possible[label], place)
-        make_room(count[label], place)
+        make_room(lengths[label], place)
         cost[label, place], keys[label, place], probs[label, place] = price, feature, prob
-        count[label, place] = list_possible(prob, lower, upper, possible[label, place])
+        lengths[label, place] = list_possible(prob, lower, upper, possible[label, place])
     return place >= 0
 
 
 @compiled
 def add(keys: Array, cost: Array, feature: Array, alpha: float, beta: float, logits: Array) -> None:
     """Raise the logit (C,) of each class by its items' affinity to the feature (D,)."""
+    one = feature.dtype.type(1)
     for c in range(len(cost)):
         for m in range(filled(cost[c])):
-            logits[c] += alpha * math.exp(beta * (dot(keys[c, m], feature) - 1))
+            logits[c] += alpha * math.exp(beta * (dot(keys[c, m], feature) - one))
 
 
 @compiled
@@ -188,15 +189,16 @@ def subtract(
     cost: Array,
     probs: Array,
     possible: Array,
-    count: Array,
+    lengths: Array,
     feature: Array,
     alpha: float,
     beta: float,
     logits: Array,
 ) -> None:
     """Lower the logits (C,) of the classes that each item held possible, by its affinity to the feature (D,)."""
+    one = feature.dtype.type(1)
     for c in range(len(cost)):
         for m in range(filled(cost[c])):
-            weight = alpha * math.exp(beta * (dot(keys[c, m], feature) - 1))
-            for k in range(count[c, m]):
+            weight = alpha * math.exp(beta * (dot(keys[c, m], feature) - one))
+            for k in range(lengths[c, m]):
                 logits[possible[c, m, k]] -= weight

@@ -92,14 +92,14 @@ def read(
 ) -> None:
     """Logits (C,) of the clean view by the vectors that it reads: keys weighed by their affinity to it."""
     classes, _, dim = features.shape
-    vector = np.empty(dim, features.dtype)
+    vector, one = np.empty(dim, features.dtype), features.dtype.type(1)
     for c in range(classes):
-        weight = math.exp(beta * (cosine[c] - 1))
+        weight = math.exp(beta * (cosine[c] - one))
         for d in range(dim):
             vector[d] = weight * text[c, d]
         for m in range(used[c]):
             key = features[c, m]
-            weight = math.exp(beta * (dot(key, clean) - 1))
+            weight = math.exp(beta * (dot(key, clean) - one))
             for d in range(dim):
                 vector[d] += weight * key[d]
         length = math.sqrt(dot(vector, vector))
