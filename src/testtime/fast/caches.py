@@ -110,11 +110,12 @@ def _negative(state: State, numbers: Numbers) -> Negative:
     classes, slots, _ = probs.shape
     # fewer than 1 / lower classes can have more than that, but for the rounding of their sum
     room = min(classes, int(1.01 / lower) + 1) if lower > 0 else classes
-    held = ((lower < probs) & (probs < upper)).sum(2).max(initial=0)  # a saved state may hold anything
-    possible = np.zeros((classes, slots, max(room, held)), np.int64)
     lengths = np.zeros((classes, slots), np.int64)
-    list_all(probs, lower, upper, possible, lengths)
-    return Negative(*map(owned, state.negative), probs, possible, lengths)
+    count_all(probs, lower, upper, lengths)  # a saved state may hold anything
+    possible = np.zeros((classes, slots, lengths.max(initial=room)), np.int32)
+    list_all(probs, lower, upper, possible)
+    keys, cost = map(owned, state.negative)
+    return Negative(keys, cost, probs, possible, lengths)
 
 
 @compiled
@@ -129,11 +130,20 @@ def list_possible(prob: Array, lower: float, upper: float, possible: Array) -> i
 
 
 @compiled
-def list_all(probs: Array, lower: float, upper: float, possible: Array, lengths: Array) -> None:
+def list_all(probs: Array, lower: float, upper: float, possible: Array) -> None:
     """`list_possible` for every item (C, M) of a cache."""
-    for c in range(lengths.shape[0]):
-        for m in range(lengths.shape[1]):
-            lengths[c, m] = list_possible(probs[c, m], lower, upper, possible[c, m])
+    for c in range(probs.shape[0]):
+        for m in range(probs.shape[1]):
+            list_possible(probs[c, m], lower, upper, possible[c, m])
+
+
+@compiled
+def count_all(probs: Array, lower: float, upper: float, lengths: Array) -> None:
+    """How many classes `list_possible` will find for each item (C, M) of a cache."""
+    for c in range(probs.shape[0]):
+        for m in range(probs.shape[1]):
+            for prob in probs[c, m]:
+                lengths[c, m] += lower < prob and prob < upper
 
 
 @compiled
