@@ -160,11 +160,6 @@ def on_device(state: Any, device: torch.device) -> Any:
     return state.to(device) if isinstance(state, Tensor) else type(state)(*(on_device(part, device) for part in state))
 
 
-def stream_for(classes: int, dim: int, views: int, images: int, device: torch.device) -> tuple[Task, Tensor]:
-    task, stream, _ = tt.toy(classes=classes, dim=dim, images=images, views=views)
-    return task.to(device), stream.to(device)
-
-
 # Stages
 
 
@@ -419,48 +414,6 @@ def released(bench: Bench) -> None:
     bench.note("released", "AugMix by Pillow, one core", mix)
 
 
-def growth(bench: Bench) -> None:
-    """A captured step's cost against classes, features, views, queue and the length of the stream."""
-    base = dict(classes=1000, dim=512, views=64, queue=3)
-    steps = {
-        "classes": (10, 100, 1000, 5000, 20_000),
-        "dim": (256, 512, 1024),
-        "views": (1, 8, 64, 256),
-        "queue": (1, 3, 10, 50),
-    }
-    if bench.quick:
-        base, steps = dict(classes=20, dim=32, views=4, queue=3), {"classes": (10, 40), "views": (1, 4)}
-    rows = []
-    for name, values in steps.items():
-        for value in values:
-            setting = base | {name: value}
-            method = tt.make_method("dpe", None, {"queue": setting["queue"]})
-            images = 4 if bench.quick else 32
-            task, stream = stream_for(setting["classes"], setting["dim"], setting["views"], images, bench.device)
-            # captured without the compiler: every size would take it half a minute
-            runner = graph.Runner(method, task, setting["views"], compile=False)
-            runner.load(task, full_queues(method, task))
-            each = bench.ms(partial(runner.run, stream), 5) / len(stream)
-            bench.note("growth", f"{name} = {value}", each)
-            rows.append(setting | {"ms": each})
-    bench.report["growth"] = rows
-    lengths(bench, base)
-
-
-def lengths(bench: Bench, base: dict[str, int]) -> None:
-    """The cost of an image does not depend on how many came before."""
-    method = tt.make_method("dpe")
-    task, stream = stream_for(base["classes"], base["dim"], base["views"], 4 if bench.quick else 64, bench.device)
-    runner = graph.Runner(method, task, base["views"], compile=False)
-    runner.load(task, method.init(task))
-    done = 0
-    for total in (1, 10) if bench.quick else (100, 1000, 10_000):
-        while done < total:
-            runner.run(stream)
-            done += len(stream)
-        bench.note("growth", f"after {done} images", bench.ms(lambda: runner.run(stream), 3, 0) / len(stream))
-
-
 STAGES: dict[str, Callable[[Bench], None]] = {
     "step": step,
     "encoder": encoder,
@@ -469,7 +422,6 @@ STAGES: dict[str, Callable[[Bench], None]] = {
     "decode": decode,
     "rn50": rn50,
     "released": released,
-    "growth": growth,
     "kernels": kernels,
 }
 

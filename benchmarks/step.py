@@ -4,7 +4,7 @@
 
 bound     the three C x C x D matrix products that the alignment loss needs: similarities, and their gradients by
           text and by image
-ours      a step as sessions take it, where every image changes the prototypes, so that nothing can be kept
+ours      a step as `Session.scan` takes it, where every image changes the prototypes, so that nothing can be kept
 kept      the same where no image changes them: the products of the step before are still right
 lambda 0  ours without the alignment loss, every image changing the text prototypes
 plain     the method's own step, which returns a new state (`--reference`)
@@ -35,7 +35,7 @@ from testtime.fast.dpe import Runner
 from testtime.methods.dpe import DPE, State
 from testtime.types import Task
 
-TURN = 5  # calls in a row
+TURN = 8  # steps in a row
 
 
 def full_state(method: DPE, task: Task, stream: Tensor) -> State:
@@ -78,15 +78,14 @@ def autograd_step(method: DPE, task: Task, state: State, views: Tensor) -> tuple
 
 
 def medians(turns: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Median milliseconds of each; they take turns of several calls, as a stream is many steps in a row."""
+    """Median milliseconds of a step of each; they take turns of `TURN` steps, as a stream is many steps in a row."""
     times: dict[str, list[float]] = {name: [] for name in turns}
     for _ in range(repeats):
         for name, call in turns.items():
             call()  # whatever ran before has emptied the caches
-            for _ in range(TURN):
-                start = time.perf_counter()
-                call()
-                times[name].append(1000 * (time.perf_counter() - start))
+            start = time.perf_counter()
+            call()
+            times[name].append(1000 * (time.perf_counter() - start) / TURN)
     return {name: statistics.median(values) for name, values in times.items()}
 
 
@@ -105,8 +104,11 @@ def measure(classes: int, dim: int, views: int, repeats: int) -> dict[str, float
     released.fill()
 
     def along(settings: dict[str, float]) -> Callable[[], object]:
-        twin, images = Runner(task, [DPE(**settings)], [state]), cycle(stream)
-        return lambda: twin.step(next(images))
+        twin, chunks = Runner(task, [DPE(**settings)], [state]), cycle(stream.split(TURN))
+        return lambda: twin.scan(next(chunks))
+
+    def steps(call: Callable[[], object]) -> Callable[[], object]:
+        return lambda: [call() for _ in range(TURN)]
 
     def inferring(call: Callable[[], object]) -> Callable[[], object]:
         def inside() -> None:
@@ -117,13 +119,13 @@ def measure(classes: int, dim: int, views: int, repeats: int) -> dict[str, float
 
     images = cycle(stream)
     calls = {
-        "bound": lambda: (visual @ text.T, square.T @ visual, square @ text),
+        "bound": steps(lambda: (visual @ text.T, square.T @ visual, square @ text)),
         "ours": inferring(along({"entropy_threshold": 99.0})),
         "kept": inferring(along({"entropy_threshold": 0.0})),
         "lambda 0": inferring(along({"entropy_threshold": 99.0, "align_weight": 0.0})),
-        "plain": inferring(lambda: method.step(task, state, next(images))),
-        "autograd": lambda: autograd_step(method, task, state, next(images)),
-        "released": lambda: released.step(next(images)),
+        "plain": inferring(steps(lambda: method.step(task, state, next(images)))),
+        "autograd": steps(lambda: autograd_step(method, task, state, next(images))),
+        "released": steps(lambda: released.step(next(images))),
     }
     return medians(calls, repeats)
 

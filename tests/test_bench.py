@@ -14,7 +14,7 @@ from testtime.bench import EXPERIMENTS, Bench, System, markdown, report_parts, r
 from testtime.bench import systems as benches
 from testtime.bench.cost import cost_lines, estimate, paper_columns
 from testtime.bench.experiments import TEXTS
-from testtime.bench.queues import run_queues, watch_queues
+from testtime.bench.queues import queues_page, run_queues, watch_queues
 from testtime.bench.runner import SAME, find_columns, find_experiment
 from testtime.bench.tables import sheets
 from testtime.datasets import open_dataset
@@ -203,10 +203,45 @@ def test_the_map_of_queues_has_a_place_for_every_feature(tmp_path, experiment_pl
     assert [moment["images"] for moment in result["moments"]] == [6, 18]
     for moment, places in zip(result["moments"], result["maps"], strict=True):
         assert len(places) == moment["features"] and 0 <= moment["purity"] <= 1
+    early, late = ({entry["image"]: (entry["x"], entry["y"]) for entry in places} for places in result["maps"])
+    stayed = early.keys() & late.keys()
+    assert stayed and all(early[image] == late[image] for image in stayed)
     monkeypatch.setattr("testtime.bench.queues.watch_queues", None)
     assert run_queues(experiment_plan, dataset, [6, 18]) == result
     with pytest.raises(InputError, match="from 1 to 18"):
         run_queues(experiment_plan, dataset, [19])
+
+
+def test_the_page_of_queues_shows_each_moment_with_its_images(tmp_path, experiment_plan) -> None:
+    folder = make_folders(tmp_path / "more", images=6)
+    (folder / "cat" / "2.png").write_bytes(b"no image")  # the store is one image shorter than the dataset
+    dataset = open_dataset(folder)
+    result = run_queues(experiment_plan, dataset, [6, 17])
+    for moment, entries in zip(result["moments"], result["maps"], strict=True):
+        right = [dataset.labels[entry["row"]] == entry["class"] for entry in entries]
+        assert sum(right) / len(right) == pytest.approx(moment["purity"])
+    page = queues_page(result, dataset, "testtime bench tsne more")
+    assert page.count("data-map>") == 2 and "After 6 images" in page and "After 17 images" in page
+    assert page.count('class="point') == sum(map(len, result["maps"]))
+    assert "data:image/jpeg;base64," in page and "testtime bench tsne more" in page and "in a wrong queue" in page
+
+
+def test_a_page_of_many_features_shows_the_classes_that_the_seed_chose(tmp_path, experiment_plan, monkeypatch) -> None:
+    dataset = open_dataset(make_folders(tmp_path / "more", images=6))
+    result = run_queues(experiment_plan, dataset, [6, 18])
+    result["maps"][1][0]["class"] = result["maps"][1][1]["class"] = 2
+    result["coloured"] = [2]
+    monkeypatch.setattr("testtime.bench.queues.PLACED", 10)
+    page = queues_page(result, dataset)
+    shown = [entry for entries in result["maps"] for entry in entries if entry["class"] == 2]
+    assert 2 <= len(shown) == page.count('class="point') < sum(map(len, result["maps"]))
+    assert "Shown is 1 class, chosen by the seed" in page
+
+
+def test_too_few_features_make_no_map(tmp_path, experiment_plan) -> None:
+    dataset = open_dataset(make_folders(tmp_path / "more", images=6))
+    with pytest.raises(InputError, match="1 feature on a map.*--after"):
+        run_queues(experiment_plan, dataset, [1])
 
 
 # cost
@@ -255,7 +290,7 @@ def test_the_command_prints_writes_and_explains(folders, tmp_path, capsys) -> No
     assert command("bench", "ood", "--encoder", "tiny", "--dry-run", "--json") == 0
     assert json.loads(capsys.readouterr().out)[0]["images"] == 50000
     assert command("bench", "tsne", folders, *common, "--after", "4,9") == 0
-    assert "| 9 |" in capsys.readouterr().out
+    assert "| 9 |" in capsys.readouterr().out and "After 9 images" in (tmp_path / "o" / "tsne.html").read_text()
     assert command("bench", "tsne", folders, *common, "--after", "4,9", "--json") == 0
     assert json.loads(capsys.readouterr().out)["moments"][1]["images"] == 9
 
@@ -354,6 +389,20 @@ def test_a_system_that_cannot_run_says_what_it_needs_and_is_tried_again(plan) ->
     row = run_systems(plan, (System("CoOp", "zeroshot", coop=True),))[0]
     assert "--prompts" in row["skipped"]
     assert not (plan.folder / "systems" / "coop.json").exists()
+
+
+def test_a_limit_encodes_so_many_images_and_no_more(plan, monkeypatch) -> None:
+    from testtime import encode
+
+    encoded: list[int] = []
+    real = encode.encode_views
+    monkeypatch.setattr(
+        encode, "encode_views", lambda e, images, *a, **k: (encoded.append(len(images)), real(e, images, *a, **k))[1]
+    )
+    rows = run_systems(plan._replace(limit=4), SYSTEMS)
+    assert sum(encoded) == 4 and {row["images"] for row in rows} == {4}
+    run_bench("losses", {"tiny": Plan(plan.folder, plan.encoder, limit=4, report=print)}, {"pets": plan.dataset})
+    assert sum(encoded) == 4  # the same images
 
 
 def test_another_bench_in_the_same_folder_is_refused(plan) -> None:

@@ -283,7 +283,15 @@ def test_strict_stops_at_a_bad_image_and_keeps_what_was_written(cli, photos, tmp
         (["EMPTY", "--classes", CLASSES], "EMPTY"),
         (["PHOTOS", "--classes", "cat"], "two classes or more"),
         (["PHOTOS", "--classes", "cat,dog,cat"], "cat"),
-        (["PHOTOS"], "--classes"),
+        (["PHOTOS/cat"], "comes without class names. Say what to tell apart: --classes"),
+        (["PHOTOS", "--classes", CLASSES, "--classes-file", "f.txt"], "one of the two"),
+        (["caltech101"], "--root"),
+        (["caltech101", "--root", "PHOTOS"], "Caltech101 is not in"),
+        (["caltech11", "--root", "PHOTOS"], "Did you mean 'caltech101'"),
+        (["EMPTY/a.csv"], "lists no images"),
+        (["EMPTY/a.tar"], "no plain tar file"),
+        (["EMPTY/a.docx", "--classes", CLASSES], "is no dataset"),
+        (["PHOTOS", "--limit", "0"], "at least one"),
         (["PHOTOS", "--classes-file", "none.txt"], "none.txt"),
         (["PHOTOS", "--classes", CLASSES, "--method", "dbe"], "Did you mean 'dpe'"),
         (["PHOTOS", "--classes", CLASSES, "--encoder", "ofline"], "Did you mean 'offline'"),
@@ -295,8 +303,10 @@ def test_strict_stops_at_a_bad_image_and_keeps_what_was_written(cli, photos, tmp
 )
 def test_wrong_input_of_run_exits_with_two(cli, photos, tmp_path, arguments, said) -> None:
     (tmp_path / "EMPTY").mkdir()
-    places = {"PHOTOS": str(photos), "EMPTY": str(tmp_path / "EMPTY")}
-    outcome = cli("run", *(places.get(argument, argument) for argument in arguments))
+    if arguments[0].startswith("EMPTY/"):
+        (tmp_path / arguments[0]).touch()
+    words = [word.replace("PHOTOS", str(photos)).replace("EMPTY", str(tmp_path / "EMPTY")) for word in arguments]
+    outcome = cli("run", *words)
     assert outcome.code == 2 and said in outcome.err, outcome
 
 

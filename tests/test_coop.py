@@ -490,7 +490,6 @@ def test_words_set_the_number_of_tokens(cli, photos, tmp_path) -> None:
         (["--classes", "cat,dog", "--epochs", "0"], "epochs=0"),
         (["--classes", "cat,dog", "--root", "x"], "goes with --split"),
         (["--classes", "cat,dog", "--split", "x.json"], "one of the two"),
-        ([], "--classes"),
     ],
 )
 def test_mistakes_in_training_are_told_in_a_line(cli, photos, tmp_path, arguments, said) -> None:

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from testtime.datasets import open_dataset, read_split
+from testtime.datasets import labels_among, open_dataset, read_folders, read_split
+from testtime.evaluate import find_dataset
 from testtime.types import InputError
 
 
@@ -57,11 +59,39 @@ def test_missing_images_and_folders_are_named(folders, tmp_path) -> None:
     with pytest.raises(InputError, match=r"gone\.png"):
         read_split(folders / "split.json", folders)
     (tmp_path / "single" / "one").mkdir(parents=True)
-    with pytest.raises(InputError, match="1 class folder"):
+    with pytest.raises(InputError, match="No images in"):
         open_dataset(tmp_path / "single")
+
+
+def test_folders_that_are_no_classes_hold_images_without_labels(folders) -> None:
     Image.new("RGB", (8, 8)).save(folders / "loose.png")
-    with pytest.raises(InputError, match=r"loose\.png"):
-        open_dataset(folders)
+    mixed = open_dataset(folders)
+    assert len(mixed) == 5 and mixed.labels is None and mixed.classnames == []
+    assert mixed.notes == ("1 images lie in no class folder, loose.png first",)
+    with pytest.raises(InputError, match=r"1 images lie in no class folder, loose\.png first"):
+        read_folders(folders)
+    with pytest.raises(InputError, match=r"no labels to score with \(.*loose\.png first\)"):
+        find_dataset(str(folders))
+    (folders.parent / "nest").mkdir()
+    folders.rename(folders.parent / "nest" / "d")
+    alone = open_dataset(folders.parent / "nest")
+    assert len(alone) == 5 and alone.labels is None
+
+
+def test_labels_are_told_by_the_names_asked_for(folders) -> None:
+    data = open_dataset(folders)
+    assert labels_among(data, ["Grand Piano", "dog", "cat"]) == [2, 2, 0, 0]
+    assert labels_among(data, ["cat", "dog"]) == [0, 0, None, None]
+    assert labels_among(replace(data, labels=None), ["dog", "grand piano"]) == [None, None, 1, 1]
+    # folders above the ones that are named after classes
+    nested = replace(data, labels=[0, 0, 1, 1], classnames=["2024", "2025"])
+    assert labels_among(nested, ["cat", "grand piano"]) == [0, 0, 1, 1]
+    # two classes of one name, as ImageNet has them
+    assert labels_among(replace(data, classnames=["sunglasses"] * 2), ["sunglasses"] * 2) == [0, 0, 1, 1]
+    numbered = replace(data, classnames=["0", "1"])
+    assert labels_among(numbered, ["cat", "piano", "dog"]) == [0, 0, 1, 1]
+    with pytest.raises(InputError, match="label 1, where 1 classes"):
+        labels_among(numbered, ["cat"])
 
 
 def test_images_in_shards_are_encoded_as_files_are(tmp_path, folders) -> None:

@@ -204,6 +204,17 @@ def test_the_classifier_is_made_anew_every_refresh_images_also_across_chunks():
     assert all(map(torch.equal, last, end))
 
 
+def test_a_step_that_may_not_look_gives_the_same_numbers():
+    task, stream, _ = toy(images=40, views=3)
+    method = DOTA(refresh=4)
+    state = blind = method.init(task)
+    for views in stream:
+        logits, state = method.step(task, state, views)
+        # as on a GPU, where whether a classifier is due stays a tensor
+        unseen, blind = method._step(task, blind, views, (blind.images + 1) % method.refresh == 0)
+        assert torch.equal(logits, unseen) and all(map(torch.equal, state, blind))
+
+
 @pytest.mark.parametrize(
     "settings",
     [dict(), dict(refresh=1), dict(refresh=7, start="text", selection=0.5), dict(eta=0.0), dict(epsilon=1.0, rho=1.0)],

@@ -18,7 +18,7 @@ from testtime.fast import capture, graph
 from testtime.methods.base import Base, leaves
 from testtime.types import FeatureError, Task
 
-METHODS = ("dmn", "dpe", "tda", "tps", "zeroshot")
+METHODS = ("dmn", "dota", "dpe", "mcp", "mta", "tda", "tps", "zero", "zeroshot")
 
 
 class Total(NamedTuple):
@@ -110,10 +110,11 @@ def test_features_of_another_shape_are_refused() -> None:
         graph.Runner(tt.make_method("dpe"), task, 7).run(stream)
 
 
+@pytest.mark.parametrize("views", [1, 12])
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "zeroshot"])
-def test_step_never_reads_a_number_back(name: str) -> None:
+def test_step_never_reads_a_number_back(name: str, views: int) -> None:
     # a meta tensor has no numbers, so whatever asks for one fails here, as it would stall a GPU or end a capture
-    task, stream, _ = tt.toy(images=1, views=12)
+    task, stream, _ = tt.toy(images=1, views=views)
     ghost = copy.copy(task)
     object.__setattr__(ghost, "text", task.text.to("meta"))
     method = tt.make_method(name)
@@ -168,6 +169,22 @@ def test_steps_that_cannot_be_captured_run_one_by_one_and_it_is_said_once(monkey
             logits = graph.Runner(Drift(), task, 4, steps=2, graphs=True).run(stream)
             assert torch.equal(logits, expected)
     assert len(said) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RuntimeError("CUDA error: failed\nSearch for `cudaErrorStreamCaptureInvalidated' in"), "reads a value back"),
+        (RuntimeError("operation not permitted when stream is capturing"), "reads a value back"),
+        (ValueError("Consider this. Could not guard on data-dependent expression\n\nmore"), "a tensor's values"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nGPU 0 has"), "memory is full"),
+        (RuntimeError(f"{'long ' * 60}\nand more"), "RuntimeError: long"),
+        (KeyError(), "KeyError"),
+    ],
+)
+def test_why_it_failed_is_one_short_line(error: Exception, said: str) -> None:
+    line = capture.reason(error)
+    assert said in line and "\n" not in line and len(line) < 120
 
 
 def test_replayed_steps_use_the_graph_of_their_number(monkeypatch: pytest.MonkeyPatch) -> None:

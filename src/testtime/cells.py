@@ -154,6 +154,13 @@ class Lab:
         self.stores[out] = Features(out)
         return self.stores[out]
 
+    def rows(self, store: Features) -> list[int]:
+        """Which images of the dataset a store holds: those taken, less those that could not be read."""
+        if store.images is None:
+            return self.indices
+        places = {str(_absolute(self.dataset.paths[i])): i for i in self.indices}
+        return [places[name] for name in store.images]
+
     def task(self, text: Text, tower: bool = False) -> Task:
         """The task with prototypes of that text, kept in a file once made."""
         if (text, tower) not in self.tasks:

@@ -142,7 +142,7 @@ class Session:
         with torch.inference_mode():
             if (runner := self._fast()) is not None:
                 with held_back():  # it works in place
-                    logits = runner.scan(views)[0][0]
+                    logits = runner.scan(views)[0]
                     self.count += len(stream)
             else:
                 logits, self.state = self._captured(views) or self.method.scan(self.task, self._state, views)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,11 +139,15 @@ def recipe_of(dataset: Dataset) -> Recipe | None:
     return recipes.find_recipe(dataset.name, len(dataset.classnames))
 
 
-def find_dataset(what: str, root: Path | None = None) -> Dataset:
-    """A labelled dataset by its path, or a benchmark by its short name in the folder `root` that holds it."""
-    dataset = open_dataset(what) if Path(what).exists() else open_dataset(what, root=root)
-    if dataset.labels is None:
-        raise InputError(f"{what} has no labels to score with: put images in folders named after their classes.")
+def find_dataset(what: str, root: Path | None = None, *, labelled: bool = True) -> Dataset:
+    """A dataset by its path, or a benchmark by its short name in the folder `root` that holds it.
+
+    One without labels is refused, unless `labelled` is False.
+    """
+    dataset = open_dataset(what) if os.path.exists(os.path.expanduser(what)) else open_dataset(what, root=root)
+    if labelled and dataset.labels is None:
+        why = f" ({'; '.join(dataset.notes)})" if dataset.notes else ""
+        raise InputError(f"{what} has no labels to score with{why}: put images in folders named after their classes.")
     return dataset
 
 

@@ -89,8 +89,10 @@ class Features:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._shards = [files.open_tensors(shard, FeatureError) for shard in _shard_paths(self.path)]
+        paths = _shard_paths(self.path)
+        self._shards = [files.open_tensors(shard, FeatureError) for shard in paths]
         shapes = [_shape(shard, self.path) for shard in self._shards]
+        self._rows = [files.Rows(shard, "views", FeatureError) for shard in paths]
         if len({shape[1:] for shape in shapes}) > 1:
             raise FeatureError(f"{self.path}: shards differ in views or dimension: {sorted(set(shapes))}.")
         self._ends = list(accumulate(shape[0] for shape in shapes))
@@ -129,26 +131,26 @@ class Features:
         if not 0 <= start < stop <= len(self):
             raise FeatureError(f"No images {start} to {stop} in {self.path}; it holds {len(self)}.")
         parts, begin = [], 0
-        for shard, end in zip(self._shards, self._ends, strict=True):
+        for rows, end in zip(self._rows, self._ends, strict=True):
             if start < end and stop > begin:
-                parts.append(shard.get_slice("views")[max(start - begin, 0) : min(stop, end) - begin])
+                parts.append(rows.read(max(start - begin, 0), min(stop, end) - begin))
             begin = end
         views = torch.cat(parts) if len(parts) != 1 else parts[0]
         return unit_views(views, self.text.to(dtype), start)
 
     def chunks(
-        self, order: Sequence[int] | None = None, *, size: int = 0, dtype: torch.dtype = torch.float32
+        self, order: Sequence[int] | Tensor | None = None, *, size: int = 0, dtype: torch.dtype = torch.float32
     ) -> Iterator[Tensor]:
         """The stream as chunks (n, V, D) of at most `size` images, in the given order or as stored."""
+        order = range(len(self)) if order is None else order
         # by default about 16 MB of float32 at a time
         size = size if size > 0 else max(1, min(1024, 2**22 // (self.views * self.dim)))
-        count = len(self) if order is None else len(order)
-        for start in range(0, count, size):
-            stop = min(start + size, count)
-            if order is None:
-                yield self.read(start, stop, dtype)
+        for start in range(0, len(order), size):
+            places = torch.as_tensor(order[start : start + size]).tolist()
+            if places == list(range(places[0], places[0] + len(places))):  # neighbours are read together
+                yield self.read(places[0], places[-1] + 1, dtype)
             else:
-                yield torch.cat([self.read(i, i + 1, dtype) for i in order[start:stop]])
+                yield torch.cat([self.read(place, place + 1, dtype) for place in places])
 
     def _check_text(self) -> None:
         for number, shard in enumerate(self._shards[1:], start=1):

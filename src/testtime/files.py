@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import secrets
 from collections.abc import Mapping
@@ -9,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
 from torch import Tensor
@@ -60,3 +63,49 @@ def open_tensors(path: str | Path, error: type[InputError] = InputError) -> Any:
         raise error(f"{path} is not a safetensors file, or is cut short ({problem}). Write it again.") from None
     except OSError as problem:
         raise error(f"Cannot read {path}: {problem.strerror or problem}.") from None
+
+
+FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
+
+
+class Rows:
+    """The rows of one floating-point tensor of a safetensors file, read as they are asked for.
+
+    They are read and not mapped: a mapped file counts as memory of the process, page by page as it is gone through.
+    What is wrong is said as `error`.
+    """
+
+    def __init__(self, path: str | Path, name: str, error: type[InputError] = InputError) -> None:
+        self.path, self.error = Path(path), error
+        with open(self.path, "rb") as file:  # whose header `open_tensors` has found to be right
+            length = int.from_bytes(file.read(8), "little")
+            entry = json.loads(file.read(length))[name]
+            self._identity = _identity(file.fileno())
+        if entry["dtype"] not in FLOATS:
+            raise error(f"{self.path}: {name} must be floating point; got {entry['dtype']}.")
+        self.dtype, self.shape = FLOATS[entry["dtype"]], tuple(entry["shape"])
+        self._begin = 8 + length + entry["data_offsets"][0]
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """The rows from start to stop, in memory of their own."""
+        rows = torch.empty(stop - start, *self.shape[1:], dtype=self.dtype)
+        room = rows.view(torch.uint8).numpy().data.cast("B")
+        done, width = 0, math.prod(self.shape[1:]) * rows.element_size()
+        try:
+            with open(self.path, "rb", buffering=0) as file:
+                if _identity(file.fileno()) != self._identity:
+                    raise self.error(f"{self.path} has changed since it was opened. Start again.")
+                file.seek(self._begin + start * width)
+                while count := file.readinto(room[done:]):
+                    done += count
+        except OSError as problem:
+            raise self.error(f"Cannot read {self.path}: {problem.strerror or problem}.") from None
+        if done < len(room):
+            raise self.error(f"{self.path} is cut short. Write it again.")
+        return rows
+
+
+def _identity(descriptor: int) -> tuple[int, int, int]:
+    """What tells an open file from another that takes its name."""
+    facts = os.fstat(descriptor)
+    return facts.st_ino, facts.st_size, facts.st_mtime_ns

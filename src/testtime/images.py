@@ -205,13 +205,17 @@ def labels_from_folders(paths: Sequence[str | Path], classnames: Sequence[str]) 
     >>> labels_from_folders(["pets/Maine_Coon/1.jpg", "pets/new/2.jpg"], ["beagle", "maine coon"])
     [1, None]
     """
-    numbers: dict[str, int] = {}
-    for number, name in enumerate(classnames):
-        numbers.setdefault(_folded(name), number)
-    return [numbers.get(_folded(Path(path).parent.name)) for path in paths]
+    numbers = class_numbers(classnames)
+    return [numbers.get(folded_name(Path(path).parent.name)) for path in paths]
 
 
-def _folded(name: str) -> str:
+def class_numbers(classnames: Sequence[str]) -> dict[str, int]:
+    """The place of each class by its folded name; the first of several that share one."""
+    return {folded_name(name): number for number, name in reversed(list(enumerate(classnames)))}
+
+
+def folded_name(name: str) -> str:
+    """A class's name as names are compared: without case, `_` read as a space."""
     return " ".join(name.replace("_", " ").split()).casefold()
 
 

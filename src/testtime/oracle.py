@@ -87,5 +87,6 @@ def replay(store: Features, method: DMN | None = None, **options: Any) -> Oracle
         raise InputError(f"{store.path} has no labels, which an oracle chooses by.")
     run = replays.replay(store, parts, **options)
     found = described(parts, parts.correct(run.logits, store.labels[run.order]), len(run.order))
-    fused = replace(run, logits=parts.fused(run.logits, found["weight"]))
+    logits = parts.fused(run.logits, found["weight"])
+    fused = replace(run, logits=logits, predictions=logits.argmax(1))
     return OracleReplay(**vars(fused), chosen=found)

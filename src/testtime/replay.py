@@ -24,23 +24,19 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64}
 class Replay:
     """One method's run over a store."""
 
-    logits: Tensor  # (N, C)
+    logits: Tensor  # (N, C), or (0, C) where they were not to be kept
+    predictions: Tensor  # (N,) classes
     zero_shot: Tensor  # (N,) predictions of the frozen classifier
     labels: Tensor | None  # (N,), in the order of the run
     order: Tensor  # (N,) rows of the store, in the order of the run
     seconds: float  # spent in the method
     session: Session
 
-    @property
-    def predictions(self) -> Tensor:
-        """The predicted classes (N,)."""
-        return self.logits.argmax(1)
-
     def summary(self) -> dict[str, Any]:
         """The run in plain data; accuracies are fractions, None without labels."""
         return {
             "method": self.session.method.name,
-            "n": len(self.logits),
+            "n": len(self.predictions),
             "accuracy": None if self.labels is None else accuracy(self.predictions, self.labels),
             "zero_shot_accuracy": None if self.labels is None else accuracy(self.zero_shot, self.labels),
             "changed": int((self.predictions != self.zero_shot).sum()),
@@ -61,11 +57,13 @@ def replay(
     shuffle: bool = False,
     seed: int = 0,
     reference: bool = False,
+    keep_logits: bool = True,
     progress: Callable[[int], None] | None = None,
 ) -> Replay:
     """Run a method over a store, in stored order or shuffled by `seed`; `progress` hears images done.
 
-    `reference` runs the method's own steps, also where it has a fast twin.
+    `reference` runs the method's own steps, also where it has a fast twin. The store is read a chunk at a time; what
+    grows with it are predictions, labels and, unless `keep_logits` is off, the logits, which take the most.
     """
     if dtype not in DTYPES:
         raise registry.unknown("dtype", dtype, DTYPES)
@@ -75,20 +73,25 @@ def replay(
         method = registry.make_method(method, preset, settings)
     task = store.task(DTYPES[dtype], device, getattr(method, "needs_tower", False))
     session = Session(task, method, reference=reference)
-    count = len(store)
-    order = shuffled(count, seed) if shuffle else torch.arange(count)
-    order = order[:limit]
-    logits, frozen, seconds = [], [], 0.0
-    for chunk in store.chunks(order.tolist() if shuffle or limit else None, dtype=DTYPES[dtype]):
-        chunk = chunk.to(device)
+    order = (shuffled(len(store), seed) if shuffle else torch.arange(len(store)))[:limit]
+    predictions, frozen = torch.empty_like(order), torch.empty_like(order)
+    logits, done, seconds = torch.empty(0), 0, 0.0
+    for chunk in store.chunks(order, dtype=DTYPES[dtype]):
+        chunk, here = chunk.to(device), slice(done, done + len(chunk))
         start = time.perf_counter()
-        logits.append(session.scan(chunk).cpu())
+        scores = session.scan(chunk).cpu()
         seconds += time.perf_counter() - start
-        frozen.append(session.task.zero_shot(chunk[:, 0]).argmax(1).cpu())
+        if not done:  # one piece from the start: to join many at the end would take twice the room
+            logits = scores.new_empty(len(order) if keep_logits else 0, scores.shape[1])
+        if keep_logits:
+            logits[here] = scores
+        predictions[here] = scores.argmax(1)
+        frozen[here] = session.task.zero_shot(chunk[:, 0]).argmax(1).cpu()
+        done = session.count
         if progress:
-            progress(session.count)
+            progress(done)
     labels = None if store.labels is None else store.labels[order]
-    return Replay(torch.cat(logits), torch.cat(frozen), labels, order, seconds, session)
+    return Replay(logits, predictions, frozen, labels, order, seconds, session)
 
 
 def recorded_settings(store: Features, method: str) -> dict[str, object]:

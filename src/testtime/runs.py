@@ -8,11 +8,14 @@ import json
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from testtime import files
 from testtime.engine import Session
-from testtime.types import InputError, Prediction
+from testtime.types import InputError, Prediction, StoredImage
+
+if TYPE_CHECKING:
+    from testtime.report.record import Record
 
 COLUMNS = (
     "index",
@@ -27,7 +30,7 @@ COLUMNS = (
 AUTOSAVE = 200  # images between two saves of the state, so that a crash costs at most these
 
 
-def row(index: int, path: Path, prediction: Prediction) -> dict[str, Any]:
+def row(index: int, path: StoredImage, prediction: Prediction) -> dict[str, Any]:
     """One prediction as plain data; entropy in nats."""
     return {
         "index": index,
@@ -43,7 +46,7 @@ def row(index: int, path: Path, prediction: Prediction) -> dict[str, Any]:
 
 @dataclass
 class Tally:
-    """How a run is going; accuracies count images whose folder is named after a class."""
+    """How a run is going; accuracies count images whose class is known."""
 
     images: int = 0
     learned: int = 0
@@ -64,7 +67,7 @@ class Tally:
             self.zero_shot_correct += prediction.zero_shot_index == label
 
     def summary(self) -> dict[str, Any]:
-        """The tally as plain data; accuracies are fractions, None where no folder names a class."""
+        """The tally as plain data; accuracies are fractions, None where no image's class is known."""
         return {
             "images": self.images,
             "skipped": len(self.skipped),
@@ -128,18 +131,20 @@ def reopen(path: Path, style: str, count: int) -> set[str]:
 
 def run_images(
     session: Session,
-    paths: Sequence[Path],
+    paths: Sequence[StoredImage],
     labels: Sequence[int | None],
     tally: Tally,
     *,
     strict: bool = False,
     save: Path | None = None,
+    record: Record | None = None,
     on_skip: Callable[[str], None] | None = None,
     batch: int = 16,
-) -> Generator[tuple[int, Path, Prediction], None, None]:
+) -> Generator[tuple[int, StoredImage, Prediction], None, None]:
     """Stream index, path and prediction of every image that can be read, in order.
 
     With `save`, the state is written every `AUTOSAVE` images and whenever the stream ends, also by an interrupt.
+    `record` takes down what a report of the run needs.
     """
 
     def skip(path: Any, error: InputError) -> None:
@@ -151,6 +156,8 @@ def run_images(
     try:
         for path, prediction in session.run(paths, batch=batch, on_error=None if strict else skip):
             tally.add(prediction, truth[path])
+            if record:
+                record.add(path, prediction, truth[path])
             yield session.count - 1, path, prediction
             if save and session.count % AUTOSAVE == 0:
                 session.save(save)

@@ -21,7 +21,7 @@ from testtime.methods.base import leaves
 from testtime.types import InputError, Method, Task
 
 # bytes of state that runs side by side may take: on a CPU, they stay in a cache with what is worked on
-ABREAST = {"cpu": 0, "cuda": 2**32}
+ABREAST = {"cpu": 2**23, "cuda": 2**32}
 
 
 def sweep(task: Task, methods: Sequence[Method], chunks: Iterable[Tensor]) -> list[Tensor]:
@@ -75,7 +75,7 @@ class _Runs:
     def _side_by_side(self, views: Tensor) -> Tensor:
         """Logits (S, n, C) of unit views (n, V, D)."""
         if self.runner is not None:
-            return self.runner.scan(views)[0]
+            return self.runner.scan(views)
         if self.graph is None:
             from testtime.fast.abreast import Abreast
             from testtime.fast.graph import Runner

@@ -39,6 +39,11 @@ class Watch:
         )
 
 
+def note(line: str) -> None:
+    """A line on standard error, as it is."""
+    err.print(escape(line), highlight=False, soft_wrap=True)
+
+
 @contextmanager
 def opened(path: Path | None, append: bool) -> Iterator[Any]:
     if path is None:

@@ -96,8 +96,8 @@ class Bench(NamedTuple):
         }
 
     def features(self) -> Features:
-        """The dataset's features, shared with every other experiment in the folder."""
-        lab = Lab(self.folder, self.encoder, self.dataset, report=self.report)
+        """The features of the images taken, shared with every other experiment of that limit in the folder."""
+        lab = Lab(self.folder, self.encoder, self.dataset, self.limit, report=self.report)
         return lab.store(Views(self.views, self.augmix), self.seed)
 
 
@@ -136,7 +136,7 @@ def _run(bench: Bench, store: Features, system: System, prompts: Path | None) ->
         return head | {"skipped": str(reason)}
     if store.labels is None:
         raise InputError(f"{store.path} has no labels to score with.")
-    order = shuffled(len(store), bench.seed)[: bench.limit]
+    order = shuffled(len(store), bench.seed)
     correct, seconds = torch.zeros(len(oracles.WEIGHTS) if system.oracle else 1, dtype=torch.int64), 0.0
     with Peak() as peak:
         for chunk, rows in zip(store.chunks(order.tolist(), size=64), order.split(64), strict=True):

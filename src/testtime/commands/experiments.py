@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from testtime.commands.options import Device, EncoderName, Limit, Templates
+from testtime.commands.options import Device, EncoderName, Templates
 from testtime.devices import find_device
-from testtime.terminal import err, out, percent
+from testtime.terminal import note, out, percent
 from testtime.types import InputError
 
 app = typer.Typer()
@@ -37,6 +37,9 @@ Described = Annotated[
 ]
 Learned = Annotated[Path | None, typer.Option("--prompts", help="Learned prompts (CoOp), for what uses them.")]
 Out = Annotated[Path, typer.Option("--out", "-o", help="Folder for features, cells and tables.")]
+Limit = Annotated[
+    int | None, typer.Option("--limit", help="Only this many images, drawn at random, the same for every seed.")
+]
 Json = Annotated[bool, typer.Option("--json", help="The rows as JSON on standard output.")]
 Shard = Annotated[int, typer.Option("--shard", help="Images to a shard of features; an interrupt loses one.")]
 
@@ -75,7 +78,7 @@ def eval_(
 
     datasets = [find_dataset(what, root) for what in data]
     for line in (line for dataset in datasets for line in dataset.notes):
-        _note(f"note: {line}")
+        note(f"note: {line}")
     plan = _plan(
         encoder, output, seeds, track, protocol, views, augmix, template, descriptions, learned, limit, shard, device
     )
@@ -92,8 +95,8 @@ def eval_(
     _print(f"{encoder}, {track}, {plan.protocol}", ["dataset", "method", "accuracy", "spread"], lines, left=2)
     for row in result["rows"]:
         if "not run" in row:
-            _note(f"{row['method']} on {row['dataset']}: {row['not run']}")
-    _note(f"Written to {output}/results.json and results.md.")
+            note(f"{row['method']} on {row['dataset']}: {row['not run']}")
+    note(f"Written to {output}/results.json and results.md.")
 
 
 @app.command(epilog="Example:  testtime bench components caltech-101/ --encoder offline --out runs/caltech")
@@ -169,7 +172,7 @@ def _experiment(
             raise InputError(f"None of the {len(columns)} datasets of '{name}' is here. {missing[0]}")
     for dataset in columns.values():
         for line in [] if isinstance(dataset, str) else dataset.notes:
-            _note(f"note: {line}")
+            note(f"note: {line}")
     result = run_bench(name, _plans(experiment, encoder, common), columns, rows)
     write_results(output, name, result, markdown(result))
     write_atomic(output / f"{name}.html", page(result, "testtime " + shlex.join(sys.argv[1:])))
@@ -179,8 +182,8 @@ def _experiment(
         for sheet in sheets(result):
             _print(sheet.title, sheet.header, sheet.rows)
         for line in remarks(result):
-            _note(line)
-        _note(f"Written to {output}/{name}.json, {name}.md and, to look at, {name}.html.")
+            note(line)
+        note(f"Written to {output}/{name}.json, {name}.md and, to look at, {name}.html.")
     if not any("accuracy" in row for row in result["rows"]):
         raise InputError(f"No row of '{name}' could run. {result['rows'][0]['not run']}")
 
@@ -201,19 +204,22 @@ def _dry_run(experiment: Any, data: Path | None, encoder: str | None, common: tu
 def _queues(
     data: Path | None, encoder: str, common: tuple[Any, ...], after: str | None, output: Path, as_json: bool
 ) -> None:
-    from testtime.bench.queues import queues_markdown, run_queues
+    from testtime.bench.queues import queues_markdown, queues_page, run_queues
     from testtime.evaluate import find_dataset, write_results
+    from testtime.files import write_atomic
 
     if data is None:
         raise InputError("tsne runs on a dataset of yours: give its folder, as in bench tsne FOLDER.")
     moments = None if after is None else _numbers(after, "--after")
-    result = run_queues(_plan(encoder, *common), find_dataset(str(data)), moments)
+    dataset = find_dataset(str(data))
+    result = run_queues(_plan(encoder, *common), dataset, moments)
     write_results(output, "tsne", result, queues_markdown(result))
+    write_atomic(output / "tsne.html", queues_page(result, dataset, "testtime " + shlex.join(sys.argv[1:])))
     if as_json:
         print(json.dumps(result))
         return
     print(queues_markdown(result))
-    _note(f"Places on the map are in {output}/tsne.json.")
+    note(f"Places on the map are in {output}/tsne.json; to look at, {output}/tsne.html.")
 
 
 def _systems(
@@ -237,10 +243,10 @@ def _systems(
         raise InputError("systems runs on a dataset of yours: give its folder, as in bench systems FOLDER.")
     dataset = find_dataset(str(data))
     for line in dataset.notes:
-        _note(f"note: {line}")
+        note(f"note: {line}")
     seed = _numbers(seeds, "--seeds")[0] if seeds else 1
     loaded = load_encoder(encoder or "offline", device=find_device(device))
-    plan = systems.Bench(output, loaded, dataset, views or 1, augmix, seed, limit, _note)
+    plan = systems.Bench(output, loaded, dataset, views or 1, augmix, seed, limit, note)
     rows = systems.run_systems(plan, systems.named(names), prompts=learned)
     if as_json:
         print(json.dumps({"facts": plan.facts(), "rows": rows}))
@@ -263,7 +269,7 @@ def _systems(
     _print(title, ["system", "accuracy", "gain", "ms per image", "peak MB", "state MB"], lines)
     for row in rows:
         if "skipped" in row:
-            _note(f"{row['system']}: {row['skipped']}")
+            note(f"{row['system']}: {row['skipped']}")
 
 
 def _plan(
@@ -303,7 +309,7 @@ def _plan(
         learned,
         limit,
         shard,
-        _note,
+        note,
     )
 
 
@@ -339,7 +345,3 @@ def _print(title: str, header: Sequence[str], lines: Sequence[Sequence[str]], le
     for line in lines:
         table.add_row(*map(escape, line))
     (out if out.is_terminal else Console(width=WIDE)).print(table)
-
-
-def _note(line: str) -> None:
-    err.print(escape(line), highlight=False, soft_wrap=True)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -17,11 +18,14 @@ from testtime.commands.options import (
     Descriptions,
     Device,
     EncoderName,
+    Images,
     Limit,
     MethodName,
     Preset,
     Prompts,
     Reference,
+    Report,
+    Root,
     Seed,
     Settings,
     Shuffle,
@@ -29,9 +33,9 @@ from testtime.commands.options import (
     Templates,
     Variations,
     ViewsOrPaper,
-    class_names,
     method_of,
     ordered,
+    source_of,
     task_of,
     variations_of,
 )
@@ -39,12 +43,16 @@ from testtime.devices import find_device
 from testtime.terminal import Watch, err, opened, percent, progress
 from testtime.types import InputError
 
+if TYPE_CHECKING:
+    from testtime.report.record import Record
+
 app = typer.Typer()
 
 
 @app.command(epilog="Example:  testtime run photos/ --classes cat,dog,fox --out answers.csv --save pets.safetensors")
 def run(
-    images: Annotated[str, typer.Argument(help="A folder, a glob in quotes, a .txt of paths, an image, or - .")],
+    images: Images,
+    root: Root = None,
     classes: Classes = None,
     classes_file: ClassesFile = None,
     encoder: EncoderName = "offline",
@@ -67,6 +75,7 @@ def run(
     resume: Annotated[
         Path | None, typer.Option("--resume", help="Go on from a saved state; images already in --out are left out.")
     ] = None,
+    report: Report = None,
     strict: Strict = False,
     reference: Reference = False,
     json_summary: Annotated[bool, typer.Option("--json", help="Summary as a JSON object on standard error.")] = False,
@@ -74,19 +83,19 @@ def run(
     """Classify images and learn from each one as it passes.
 
     Every row holds the label, its confidence and entropy (nats), the zero-shot label, and whether the image was
-    learned from. Where folders are named after classes, the accuracy of both is shown too; labels only score.
+    learned from. Where the images come with labels, or lie in folders named after classes, the accuracy of both is
+    shown too; labels only score.
     """
     from testtime import load_encoder
     from testtime.engine import Session
-    from testtime.images import find_images, labels_from_folders
     from testtime.runs import Rows, Tally, reopen, row, run_images
 
     style = _style(style, output)
-    paths = find_images(images, sys.stdin)
-    names = class_names(classes, classes_file)
+    data, names, labels = source_of(images, root, classes, classes_file)
     # mistakes in names and settings show before the encoder is loaded
     chosen = method_of(method, preset, settings)
-    paths = ordered(paths, shuffle, seed, limit)
+    order = ordered(len(data), shuffle, seed, limit)
+    paths, labels = [data.paths[i] for i in order], [labels[i] for i in order]
     source, count = variations_of(variations, views, paths, find_device(device))
     loaded = load_encoder(encoder, device=find_device(device))
     task = task_of(loaded, names, template, descriptions, prompts, getattr(chosen, "needs_tower", False))
@@ -100,9 +109,14 @@ def run(
         err.print(f"Going on after {session.count} images from {escape(str(resume))} with its own settings.")
     if resume is not None and output is not None:
         done = reopen(output, style, session.count)
-        paths = [path for path in paths if str(path) not in done]
+        left = [i for i, path in enumerate(paths) if str(path) not in done]
+        paths, labels = [paths[i] for i in left], [labels[i] for i in left]
     tally = Tally()
-    labels = labels_from_folders(paths, task.classnames)
+    record = None
+    if report is not None:
+        from testtime.report.record import Record
+
+        record = Record(session, len(paths))
     appending = resume is not None and output is not None and output.exists()
     watching = output is None and sys.stdout.isatty()
     with opened(output, appending) as file:
@@ -115,6 +129,7 @@ def run(
                 tally,
                 strict=strict,
                 save=save,
+                record=record,
                 on_skip=lambda line: err.print(f"[yellow]skipped[/] {escape(line)}", soft_wrap=True),
             )
             try:
@@ -123,13 +138,17 @@ def run(
                     advance(tally.images + len(tally.skipped))
             finally:
                 stream.close()  # saves the state, also when interrupted
-    _print_tally(tally, session, save, output, json_summary)
+    if report is not None and record is not None:
+        order_words = f"shuffled, seed {seed}" if shuffle else "as given"
+        _write_report(report, record, data.name, order_words)
+    _print_tally(tally, session, save, output, json_summary, report)
 
 
 @app.command(epilog="Example:  testtime encode photos/ --classes cat,dog,fox --views 64 --out photos.safetensors")
 def encode(
-    images: Annotated[str, typer.Argument(help="A folder, a glob in quotes, a .txt of paths, an image, or - .")],
+    images: Images,
     output: Annotated[Path, typer.Option("--out", "-o", help="Feature file, or with --shard a folder.")],
+    root: Root = None,
     classes: Classes = None,
     classes_file: ClassesFile = None,
     encoder: EncoderName = "offline",
@@ -148,14 +167,14 @@ def encode(
 ) -> None:
     """Encode images once into a feature file that 'testtime replay' runs any method over.
 
-    Where every image lies in a folder named after a class, these become the labels that replays are scored with.
+    Where every image comes with a label, or lies in a folder named after a class, replays are scored with these.
     """
     from testtime import encode as encoding
     from testtime import load_encoder, registry
-    from testtime.images import find_images, labels_from_folders
 
-    paths = find_images(images, sys.stdin)[:limit]
-    names = class_names(classes, classes_file)
+    data, names, labels = source_of(images, root, classes, classes_file)
+    order = ordered(len(data), False, seed, limit)
+    paths = [data.paths[i] for i in order]
     if dtype not in encoding.DTYPES:
         raise registry.unknown("dtype", dtype, encoding.DTYPES)
     source, count = variations_of(variations, views, paths, find_device(device))
@@ -170,7 +189,7 @@ def encode(
     with progress("images", len(paths)) as advance:
         done = encoding.encode(
             loaded, task, paths, output,
-            labels=labels_from_folders(paths, task.classnames), views=count, augmix=augmix, seed=seed,
+            labels=[labels[i] for i in order], views=count, augmix=augmix, seed=seed,
             variations=source, dtype=encoding.DTYPES[dtype], shard=shard, resume=True, dataset=images,
             on_skip=None if strict else skip, progress=advance,
         )  # fmt: skip
@@ -186,8 +205,33 @@ def _style(style: str | None, output: Path | None) -> str:
     return style
 
 
-def _print_tally(tally: Any, session: Any, save: Path | None, output: Path | None, as_json: bool) -> None:
+def _write_report(file: Path, record: Record, name: str, order: str) -> None:
+    """The page of a run, as `testtime report` makes it of features."""
+    from testtime.files import write_atomic
+    from testtime.report import StreamReport, html
+    from testtime.report.conditions import conditions
+
+    session = record.session
+    made = record.report(name)
+    before = session.count - len(record.images)
+    known = sum(label is not None for label in record.labels)
+    facts = conditions(
+        session.task,
+        command="testtime " + shlex.join(sys.argv[1:]),
+        Dataset=name,
+        Order=order + (f", after {before:,} images of an earlier run" if before else ""),
+        Views=f"{session.views}, seed {session.seed}" + ", AugMix" * session.augmix,
+        Labels="only score" if isinstance(made, StreamReport) else f"known of {known:,} images" if known else "none",
+        Time=f"{record.milliseconds:,.1f} ms per image, reading and encoding included",
+    )
+    write_atomic(file, html([made], facts, "testtime run"))
+
+
+def _print_tally(
+    tally: Any, session: Any, save: Path | None, output: Path | None, as_json: bool, report: Path | None
+) -> None:
     facts = tally.summary() | {"method": session.method.name, "state": str(save) if save else None}
+    facts |= {"report": str(report)} if report else {}
     if as_json:
         print(json.dumps(facts), file=sys.stderr)
         return
@@ -195,13 +239,14 @@ def _print_tally(tally: Any, session: Any, save: Path | None, output: Path | Non
         f"{tally.images} images, {tally.learned} learned from, {tally.changed} answers other than zero-shot"
         + (f", {len(tally.skipped)} skipped" if tally.skipped else "")
         + (f"; rows in {escape(str(output))}" if output else "")
-        + (f"; state in {escape(str(save))}" if save else ""),
+        + (f"; state in {escape(str(save))}" if save else "")
+        + (f"; page in {escape(str(report))}" if report else ""),
         highlight=False,
         soft_wrap=True,
     )
     if tally.labelled:
         err.print(
-            f"accuracy on {tally.labelled} images in folders named after a class: "
+            f"accuracy on {tally.labelled} images whose class is known: "
             f"{percent(facts['accuracy'])} ({session.method.name}), "
             f"{percent(facts['zero_shot_accuracy'])} (zero-shot)",
             highlight=False,

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from testtime.types import InputError
+from testtime.terminal import note
+from testtime.types import InputError, StoredImage
 
-Classes = Annotated[str | None, typer.Option("--classes", help="Class names with commas between: cat,dog,fox.")]
+if TYPE_CHECKING:
+    from testtime.datasets import Dataset
+
+Images = Annotated[
+    str,
+    typer.Argument(
+        help="A folder, a pattern in quotes, a .txt of paths, an image, - for paths on standard input; a CSV, .tar "
+        "shards, a saved dataset; or a benchmark by name with --root."
+    ),
+]
+Root = Annotated[Path | None, typer.Option("--root", help="The folder that holds the benchmarks.")]
+Classes = Annotated[
+    str | None,
+    typer.Option("--classes", help="Class names with commas between, cat,dog,fox; else those of the images given."),
+]
 ClassesFile = Annotated[Path | None, typer.Option("--classes-file", help="Class names, one to a line.")]
 EncoderName = Annotated[
     str,
@@ -46,6 +62,7 @@ Variations = Annotated[
         help="Also views drawn by a diffusion model, as many as crops: made earlier, a folder an image, or made now.",
     ),
 ]
+SAY_CLASSES = "Say what to tell apart: --classes cat,dog,fox or --classes-file FILE (one of the two)."
 PAPER_VIEWS = 64  # beside which DiffTPT has 63 variations
 AugMix = Annotated[bool, typer.Option("--augmix", help="Mix the random crops with AugMix.")]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of views and of --shuffle.")]
@@ -54,6 +71,9 @@ Device = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, or aut
 Limit = Annotated[int | None, typer.Option("--limit", help="Stop after this many images.")]
 Reference = Annotated[
     bool, typer.Option("--reference", help="Run the method's own steps, not its fast twin; same answers, slower.")
+]
+Report = Annotated[
+    Path | None, typer.Option("--report", help="Write an HTML page about it that needs nothing else, as 'report' does.")
 ]
 Strict = Annotated[bool, typer.Option("--strict", help="Stop at an image that cannot be read, and do not skip it.")]
 
@@ -75,6 +95,33 @@ def pairs(settings: list[str] | None) -> dict[str, object]:
     return chosen
 
 
+def source_of(
+    what: str, root: Path | None, classes: str | None, file: Path | None
+) -> tuple[Dataset, tuple[str, ...], list[int | None]]:
+    """The images that an argument stands for, the classes to tell apart, and each image's class where it is known.
+
+    Classes are those given, or else those that the images come with.
+    """
+    from testtime.datasets import labels_among
+    from testtime.datasets.dataset import NAMELESS, some
+    from testtime.evaluate import find_dataset
+    from testtime.prompts import check_classes
+
+    data = find_dataset(what, root, labelled=False)
+    given = classes is not None or file is not None
+    for line in data.notes:
+        if not (given and line.startswith(NAMELESS)):
+            note(f"note: {line}")
+    if not given and not data.classnames:
+        raise InputError(f"{what} comes without class names. {SAY_CLASSES}")
+    if given:
+        names = class_names(classes, file)
+    else:
+        names = check_classes(data.classnames, allow_duplicates=True)
+        note(f"{len(names)} classes, as {data.name} has them: {some(names)}")
+    return data, names, labels_among(data, names)
+
+
 def class_names(classes: str | None, file: Path | None) -> tuple[str, ...]:
     from testtime.prompts import check_classes, parse_classes, read_classes_file
 
@@ -82,7 +129,7 @@ def class_names(classes: str | None, file: Path | None) -> tuple[str, ...]:
         return check_classes(parse_classes(classes))
     if file is not None and classes is None:
         return check_classes(read_classes_file(file))
-    raise InputError("Say what to tell apart: --classes cat,dog,fox or --classes-file FILE (one of the two).")
+    raise InputError(SAY_CLASSES)
 
 
 def task_of(
@@ -96,10 +143,14 @@ def task_of(
     from testtime.prompts import build_task
 
     one = templates[0] if templates and len(templates) == 1 else templates  # one may be the name of a set
-    return build_task(encoder, names, templates=one, descriptions=descriptions, prompts=prompts, context=context)
+    # names given twice have been refused; a benchmark may have two classes of one name
+    return build_task(
+        encoder, names, templates=one, descriptions=descriptions, prompts=prompts, context=context,
+        allow_duplicates=True,
+    )  # fmt: skip
 
 
-def variations_of(spec: str | None, views: int | None, paths: list[Path], device: Any) -> tuple[Any, int]:
+def variations_of(spec: str | None, views: int | None, images: Sequence[StoredImage], device: Any) -> tuple[Any, int]:
     """The source of variations that --variations names, if it does, and how many views --views stands for.
 
     Ready-made ones are looked for at once, for every image.
@@ -113,15 +164,14 @@ def variations_of(spec: str | None, views: int | None, paths: list[Path], device
         raise InputError(f"--views {views} with --variations: they are as many as the crops, so 2 or more are needed.")
     source = open_variations(spec, device)
     if isinstance(source, FolderVariations):
-        source.check(paths, views - 1)
+        source.check([Path(str(image)) for image in images], views - 1)
     return source, views
 
 
-def ordered(paths: list[Path], shuffle: bool, seed: int, limit: int | None) -> list[Path]:
+def ordered(count: int, shuffle: bool, seed: int, limit: int | None) -> list[int]:
+    """The places of the images that a stream of `count` takes, in its order."""
     from testtime.streams import shuffled
 
     if limit is not None and limit < 1:
         raise InputError(f"--limit {limit}: at least one image is needed.")
-    if shuffle:
-        paths = [paths[i] for i in shuffled(len(paths), seed).tolist()]
-    return paths[:limit]
+    return (shuffled(count, seed).tolist() if shuffle else list(range(count)))[:limit]

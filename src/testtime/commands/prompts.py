@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,7 +32,8 @@ app = typer.Typer()
 def train_prompts(
     output: Annotated[Path, typer.Option("--out", "-o", help="The prompt; written after every epoch.")],
     images: Annotated[
-        str | None, typer.Argument(help="Images in folders named after their classes; not with --split.")
+        str | None,
+        typer.Argument(help="Labelled images, in folders named after their classes or a dataset; not with --split."),
     ] = None,
     classes: Classes = None,
     classes_file: ClassesFile = None,
@@ -108,8 +108,7 @@ def _training_images(
     images: str | None, split: Path | None, root: Path | None, classes: str | None, file: Path | None
 ) -> tuple[Sequence[StoredImage], list[int | None], tuple[str, ...]]:
     """Paths, labels (None where no class is named) and class names, from folders or from a split."""
-    from testtime.datasets import read_split
-    from testtime.images import find_images, labels_from_folders
+    from testtime.datasets import labels_among, open_dataset, read_split
     from testtime.prompts import check_classes
 
     if (images is None) == (split is None):
@@ -117,12 +116,9 @@ def _training_images(
     if split is None:
         if root is not None:
             raise InputError("--root goes with --split; it is where the paths in the split start.")
-        names = class_names(classes, file)
-        paths = find_images(images or "", sys.stdin)
-        return paths, labels_from_folders(paths, names), names
-    data = read_split(split, root or split.parent, "train")
-    given = classes is not None or file is not None
+        data = open_dataset(images or "", part="train")
+    else:
+        data = read_split(split, root or split.parent, "train")
+    given = classes is not None or file is not None or not data.classnames
     names = class_names(classes, file) if given else check_classes(data.classnames)
-    # a class's name reads as a folder of that name would
-    called = [Path(data.classnames[label]) / "image" for label in data.labels or ()]
-    return data.paths, labels_from_folders(called, names), names
+    return data.paths, labels_among(data, names), names

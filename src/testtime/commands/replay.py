@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import shlex
+import sys
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from testtime import __version__
@@ -16,6 +20,7 @@ from testtime.commands.options import (
     MethodName,
     Preset,
     Reference,
+    Report,
     Seed,
     Settings,
     Shuffle,
@@ -23,6 +28,11 @@ from testtime.commands.options import (
 )
 from testtime.devices import find_device
 from testtime.terminal import err, out, percent, progress
+from testtime.types import InputError
+
+if TYPE_CHECKING:
+    from testtime.features import Features
+    from testtime.replay import Replay
 
 app = typer.Typer()
 
@@ -50,14 +60,20 @@ def replay(
         Path | None,
         typer.Option("--out", "-o", help="Where to write logits [N,C] and pred [N] (.safetensors)."),
     ] = None,
+    report: Report = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
 ) -> None:
-    """Run a method over a feature file; no encoder, no images."""
+    """Run a method over a feature file; no encoder, no images.
+
+    The page of --report comes from a second pass, with zero-shot beside the method.
+    """
     from testtime import oracle as oracles
     from testtime import replay as replays
     from testtime.features import Features
     from testtime.files import write_tensors
 
+    if oracle and report is not None:
+        raise InputError("--report shows what methods do without labels, and --oracle has them: leave out one.")
     store = Features(file)
     chosen = replays.recorded_settings(store, method) if recorded else {}
     made = method_of(method, preset, settings, chosen)
@@ -81,13 +97,44 @@ def replay(
             if key in found
         }
         write_tensors(output, {"logits": result.logits, "pred": result.predictions, "order": result.order}, facts)
+    if report is not None:
+        _write_report(report, store, result, f"shuffled, seed {seed}" if shuffle else "as stored")
     summary = found | {"file": str(file), "dtype": dtype, "device": device, "version": __version__}
     if as_json:
         print(json.dumps(summary))
         return
     per_image = 1000 * result.seconds / summary["n"]
+    if report is not None:
+        err.print(f"The page is in {escape(str(report))}.", highlight=False, soft_wrap=True)
     err.print(f"{summary['n']} images of {store.task().classes} classes, {per_image:.2f} ms each in the method.")
     table = Table("", "accuracy", box=None, pad_edge=False)
     table.add_row("zero-shot", percent(summary["zero_shot_accuracy"]))
     table.add_row(f"[bold]{summary['method']}[/]", f"[bold]{percent(summary['accuracy'])}[/]")
     out.print(table)
+
+
+def _write_report(file: Path, store: Features, result: Replay, order: str) -> None:
+    """The page that `testtime report` makes, of the method that was replayed."""
+    from testtime.files import write_atomic
+    from testtime.report import gather, html
+    from testtime.report.conditions import conditions
+
+    task = result.session.task
+    made = gather.features_report(
+        task,
+        store,
+        [result.session.method],
+        order=result.order.tolist(),
+        images=None if store.images is None else list(store.images),
+        place=find_spec("sklearn") is not None,
+    )
+    facts = conditions(
+        task,
+        command="testtime " + shlex.join(sys.argv[1:]),
+        Features=str(store.path),
+        Dataset=store.metadata.get("dataset", ""),
+        Order=order,
+        Views=f"{store.views}, seed {store.metadata.get('seed', 'not said')}",
+        Labels="only score" if store.labels is not None else "none",
+    )
+    write_atomic(file, html([made], facts, "testtime replay"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -39,7 +38,7 @@ def report(
     ] = None,
     images: Annotated[
         str | None,
-        typer.Option("--images", help="The folder or list that was encoded, for thumbnails; else as the file says."),
+        typer.Option("--images", help="What was encoded, for thumbnails; else as the file says."),
     ] = None,
     sweep: Annotated[
         list[str] | None,
@@ -86,10 +85,7 @@ def report(
         "place": with_map,
     }
     with progress("images", len(rows), quiet=as_json) as advance:
-        if store.labels is None:
-            made_report: Any = gather.unlabelled_report(task, store, made, **common, progress=advance)
-        else:
-            made_report = gather.stream_report(task, store, store.labels, made, **common, progress=advance)
+        made_report: Any = gather.features_report(task, store, made, **common, progress=advance)
     if varied and store.labels is not None:
         made_report = _swept(made_report, task, store, store.labels, made[-1], varied, rows, as_json)
     facts = conditions(
@@ -182,14 +178,10 @@ def _command(features: Path, options: dict[str, Any]) -> str:
 def _images(source: str | None, store: Features) -> list[Any] | None:
     """The images behind the features, in their order: from --images, or as the store says."""
     from testtime.datasets import open_dataset
-    from testtime.datasets.splits import SPLIT
-    from testtime.images import find_images
 
     if source is None:
         return None if store.images is None else list(store.images)
-    path = Path(source)
-    packed = path.suffix in (".tar", ".parquet") or (path.is_dir() and any(path.glob(SPLIT)))
-    return list(open_dataset(source).paths) if packed else list(find_images(source, sys.stdin))
+    return list(open_dataset(source).paths)
 
 
 def _numbers(text: str | None) -> list[int] | None:

@@ -9,18 +9,20 @@ from pathlib import Path
 
 from testtime.datasets import own, shards, tables
 from testtime.datasets.benchmarks import BENCHMARKS, Benchmark, benchmark, folded, templates
-from testtime.datasets.dataset import Dataset, listed_images, subfolders
+from testtime.datasets.dataset import Dataset, labels_among, listed_images, subfolders
 from testtime.datasets.locate import Place, identify, locate, read_benchmark
 from testtime.datasets.own import read_folders
 from testtime.datasets.splits import SPLIT, read_split
+from testtime.images import IMAGE_SUFFIXES
 from testtime.types import InputError
 
 __all__ = [
-    "BENCHMARKS", "Benchmark", "Dataset", "Place", "benchmark", "identify", "locate", "open_dataset",
+    "BENCHMARKS", "Benchmark", "Dataset", "Place", "benchmark", "identify", "labels_among", "locate", "open_dataset",
     "read_benchmark", "read_folders", "read_split", "templates",
 ]  # fmt: skip
 
 WAYS = "class folders, images, a split_zhou_*.json, .tar shards, Parquet, a saved Hugging Face dataset or a CSV"
+STANDARD_INPUT = "-"
 
 
 def open_dataset(what: str | Path, *, root: str | Path | None = None, part: str = "test") -> Dataset:
@@ -31,7 +33,7 @@ def open_dataset(what: str | Path, *, root: str | Path | None = None, part: str 
 
     - a benchmark's own folder, in CoOp's or TPT's layout, or any folder with a `split_zhou_*.json`
     - a folder of class folders, or of the parts train, val and test with class folders in them
-    - a folder, a pattern or a list (.txt) of images without labels
+    - a folder, a pattern or a list (.txt) of images without labels; one image; `-` for a list on standard input
     - .tar shards in webdataset's form: a file, a folder of them, or a pattern such as `shard-{000..009}.tar`
     - a folder that `datasets` has saved (`save_to_disk`), or Parquet files
     - a CSV, TSV or JSON-lines file of path and label
@@ -49,6 +51,8 @@ def open_dataset(what: str | Path, *, root: str | Path | None = None, part: str 
             )
         return read_benchmark(place, part)
     path = Path(text)
+    if text == STANDARD_INPUT:
+        return own.read_unlabelled(text)
     if path.is_dir():
         return _open_folder(path, part)
     if path.is_file():
@@ -58,7 +62,9 @@ def open_dataset(what: str | Path, *, root: str | Path | None = None, part: str 
     if glob.has_magic(text):
         return own.read_unlabelled(text)
     if folded(text) in {folded(row.name) for row in BENCHMARKS}:
-        raise InputError(f"{text} is a benchmark: say where it lies, the folder of all datasets or its own (root).")
+        raise InputError(
+            f"{text} is a benchmark: say where it lies (--root FOLDER), the folder of all datasets or its own."
+        )
     raise InputError(f"No folder or file {text}, nor a benchmark of that name. A dataset is {WAYS}.")
 
 
@@ -72,7 +78,7 @@ def _open_file(file: Path, part: str) -> Dataset:
             return shards.read_shards([file], file.stem)
         case ".parquet":
             return tables.read_tables([file], file.stem, file.parent)
-        case ".txt" | ".lst":
+        case suffix if suffix in ("", ".txt", ".lst", *IMAGE_SUFFIXES):
             return own.read_unlabelled(file)
     raise InputError(f"{file} is no dataset. A dataset is {WAYS}.")
 
@@ -92,12 +98,15 @@ def _open_folder(folder: Path, part: str) -> Dataset:
     if archives := shards.find_shards(folder):
         return shards.read_shards(archives, folder.name)
     if place_of_part := own.part_folder(folder, part):
-        return replace(_open_folder(place_of_part, part), name=folder.name)
+        inside = _open_folder(place_of_part, part)
+        return replace(inside, name=folder.name, notes=(f"the images are those of {place_of_part}", *inside.notes))
     for name in ("metadata.csv", "metadata.jsonl"):
         if (folder / name).is_file():
             return own.read_table(folder / name)
-    if subfolders(folder):
+    folders, loose = subfolders(folder), listed_images(folder)
+    if len(folders) > 1 and not loose:
         return read_folders(folder)
-    if listed_images(folder):
-        return own.read_unlabelled(folder)
+    if folders or loose:
+        mixed = (f"{len(loose)} images lie in no class folder, {loose[0]} first",) if folders and loose else ()
+        return replace(own.read_unlabelled(folder), notes=mixed)
     raise InputError(f"{folder} holds no dataset: {WAYS}.")

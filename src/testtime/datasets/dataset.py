@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from testtime.images import IMAGE_SUFFIXES
+from testtime.images import IMAGE_SUFFIXES, class_numbers, folded_name, labels_from_folders
 from testtime.types import InputError, StoredImage
 
 CLASSNAMES = "classnames.txt"  # honoured beside images whose labels are numbers
+NAMELESS = "classes are numbers without names"
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,32 @@ def number_labels(values: Sequence[str | int | None], beside: Path) -> tuple[lis
         raise InputError(f"{beside / CLASSNAMES} names {len(names)} classes, but there is a label {max(labels)}.")
     if not names:
         names = [str(number) for number in range(max(labels, default=-1) + 1)]
-        notes = [f"classes are numbers without names; write one a line in {beside / CLASSNAMES}"]
+        notes = [f"{NAMELESS}; write one a line in {beside / CLASSNAMES}"]
     return labels, names, notes
+
+
+def labels_among(data: Dataset, classnames: Sequence[str]) -> list[int | None]:
+    """For each image, which of the classes asked for it shows; None where it shows none of them, or it is not known.
+
+    Names are compared without case, and `_` counts as a space. A dataset without names has numbers, which count
+    through the classes asked for. Where a dataset has no labels, or none of these classes, an image's own folder
+    may still be named after one.
+
+    >>> labels_among(Dataset("pets", [Path("a"), Path("b")], [1, 0], ["Cat", "red_fox"]), ["red fox", "dog"])
+    [0, None]
+    """
+    if data.labels is not None and len(data.labels):
+        if [folded_name(name) for name in data.classnames] == [folded_name(name) for name in classnames]:
+            return list(data.labels)  # also where two classes share a name
+        if list(data.classnames) == [str(number) for number in range(len(data.classnames))]:
+            if (most := max(data.labels)) >= len(classnames):
+                raise InputError(f"{data.name} has a label {most}, where {len(classnames)} classes are asked for.")
+            return list(data.labels)
+        numbers = class_numbers(classnames)
+        known = [numbers.get(folded_name(name)) for name in data.classnames]
+        if any(number is not None for number in known):
+            return [known[label] for label in data.labels]
+    return labels_from_folders([str(path) for path in data.paths], classnames)
 
 
 def _names(beside: Path) -> list[str]:

@@ -45,8 +45,9 @@ def read_folders(root: str | Path) -> Dataset:
 
 
 def read_unlabelled(source: str | Path) -> Dataset:
-    """The images of a folder, a pattern or a list, without labels."""
-    return Dataset(Path(source).stem or "images", find_images(source), None, [])
+    """The images of a folder, a pattern, a list or one file, without labels."""
+    name = Path(source).stem
+    return Dataset(name if name.strip("-.*") else "images", find_images(source), None, [])
 
 
 def part_folder(root: Path, part: str) -> Path | None:

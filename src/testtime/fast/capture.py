@@ -16,6 +16,16 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 WARM_UPS = 3  # calls before a capture: libraries allocate their workspaces in the first ones
 
+LONGEST = 80  # letters of somebody else's message in ours
+
+# what torch and CUDA say, in paragraphs, and what it comes to
+MEANINGS = {
+    "OutOfMemoryError": "the GPU's memory is full",
+    "capturing": "it reads a value back from the GPU, or waits for it",
+    "StreamCapture": "it reads a value back from the GPU, or waits for it",
+    "data-dependent": "what it does depends on a tensor's values",
+}
+
 _said: set[str] = set()
 
 
@@ -76,6 +86,10 @@ def warn_once(message: str) -> None:
 
 
 def reason(error: BaseException) -> str:
-    """The first line of what an error says, for a warning."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    """Why something could not be compiled or captured, in a few words of one line, for a warning."""
+    name, text = type(error).__name__, str(error).strip()
+    for said, meaning in MEANINGS.items():
+        if said in name or said in text:
+            return meaning
+    first = text.partition("\n")[0].strip()
+    return f"{name}: {first[:LONGEST].rstrip()}{'...' * (len(first) > LONGEST)}" if first else name

@@ -18,18 +18,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from testtime import ops
+from testtime import fast, ops
 from testtime.bank import Bank
 from testtime.fast import forms, kernels, loops
 from testtime.fast.kernels import Room, Settings, Side
-from testtime.fast.loops import Array
+from testtime.fast.loops import Array, owned
 from testtime.methods.dpe import DPE, State
 from testtime.types import Task
 
 LARGE = 2**17  # numbers in a set of prototypes from which a second thread is worth it outside products
 
 
-class Runner:
+class Runner(fast.Runner):
     """S runs of DPE over one stream; see `fast.Runner`."""
 
     def __init__(self, task: Task, methods: Sequence[DPE], states: Sequence[State] | None = None) -> None:
@@ -39,15 +39,19 @@ class Runner:
 
     def step(self, views: Tensor) -> tuple[Tensor, list[bool]]:
         """Logits (S, C) for one image's unit views (V, D), and which runs learned from it."""
-        logits, learned = self.scan(views[None])
-        return logits[:, 0], [bool(taken) for taken in learned[:, 0]]
+        logits, learned = self._scan(views[None])
+        return logits[:, 0], [bool(taken) for (taken,) in learned]
 
-    def scan(self, stream: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits (S, N, C) of N images' unit views (N, V, D), and which runs learned from each (S, N)."""
-        logits = np.empty((len(self.runs), len(stream), self.classes), self.runs[0].real)
+    def scan(self, stream: Tensor) -> Tensor:
+        """Logits (S, N, C) for the unit views of N images (N, V, D)."""
+        return self._scan(stream)[0]
+
+    def _scan(self, stream: Tensor) -> tuple[Tensor, list[Array]]:
+        images = stream.contiguous().numpy()
+        logits = np.empty((len(self.runs), len(images), self.classes), images.dtype)
         # one run after the other, so that its state stays in the cache
-        learned = [run.scan(stream.numpy(), rows) for run, rows in zip(self.runs, logits, strict=True)]
-        return torch.from_numpy(logits), torch.from_numpy(np.stack(learned))
+        learned = [run.scan(images, rows) for run, rows in zip(self.runs, logits, strict=True)]
+        return torch.from_numpy(logits), learned
 
     def states(self) -> list[State]:
         """The state of each run; a copy."""
@@ -85,13 +89,13 @@ class Run:
             evolves=method.text_update != "none",
             renormalise=method.renormalise_text,
         )
-        seen = np.isfinite(_own(state.queue.cost)).any(1)
+        seen = state.queue.cost.isfinite().any(1).numpy()
         aligned = bool(align_weight > 0)
         self.run = kernels.Run(
             text=_side(state.text, aligned),
             visual=_side(state.visual, aligned),
-            keys=_own(state.queue.keys),
-            cost=_own(state.queue.cost),
+            keys=owned(state.queue.keys),
+            cost=owned(state.queue.cost),
             height=alpha * seen,
             seen=seen,
             updates=np.array([int(state.updates)]),
@@ -117,7 +121,9 @@ class Run:
         """Fill `logits` (N, C) for the unit views of N images (N, V, D); whether each was learned from (N,)."""
         learned, views = np.empty(len(stream), bool), stream.shape[1]
         if len(self.room.logits) != views:
-            self.room = self.room._replace(logits=np.empty((views, logits.shape[1]), self.real), entropy=np.empty(views, self.real))
+            self.room = self.room._replace(
+                logits=np.empty((views, logits.shape[1]), self.real), entropy=np.empty(views, self.real)
+            )
             self.settings = self.settings._replace(keep=ops.kept(views, self.method.selection))
         self.whole = False
         if self.large:
@@ -140,14 +146,9 @@ class Run:
         return State(text, torch.tensor(int(run.updates[0])), Bank(keys, cost), visual)
 
 
-def _own(tensor: Tensor) -> Array:
-    """A copy as an array."""
-    return tensor.contiguous().numpy().copy()
-
-
 def _side(prototypes: Tensor, pulled: bool) -> Side:
     """A set of prototypes (C, D) of its own, with room for what nudges it."""
-    vectors = _own(prototypes)
+    vectors = owned(prototypes)
     length, weight, cosine = np.zeros((3, len(vectors)), vectors.dtype)
     side = Side(vectors, length, np.empty_like(vectors) if pulled else vectors[:0], weight, cosine)
     kernels.measure(side)

@@ -2,7 +2,8 @@
 
 A step is a few dozen small kernels, which a GPU finishes sooner than Python can ask for them. Here the step is
 compiled, several steps in a row are captured, and a stream is replayed through the graph: inputs, state and
-logits stay at fixed places in memory. On the CPU the same steps run in a plain loop.
+logits stay at fixed places in memory. DPE's steps are kernels of their own (`testtime.fast.fused`) where they fit.
+On the CPU the same steps run in a plain loop.
 
 The plain twin is a method's own `scan`.
 """
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from testtime.fast import fused
 from testtime.fast.capture import capture, compiled, exact_products, reason, warn_once
 from testtime.methods.base import leaves
 from testtime.types import FeatureError, Method, Task
@@ -63,8 +65,9 @@ def runner_for(method: Method, task: Task, views: int, compile: bool | None = No
 class Runner:
     """A method's steps for tasks of one shape, with the state at a fixed place: `load`, `run`, `state`.
 
-    `compile` and `graphs` default to whether the task is on a GPU. What cannot be compiled or captured runs
-    without, and a warning says so once. One runner is for one thread.
+    `compile` and `graphs` default to whether the task is on a GPU, and so does `kernels`: whether a method with
+    kernels of its own takes them, in place of what is compiled. What cannot be compiled or captured runs without, and
+    a warning says so once. One runner is for one thread.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class Runner:
         steps: int = STEPS,
         compile: bool | None = None,
         graphs: bool | None = None,
+        kernels: bool | None = None,
     ) -> None:
         on_gpu = task.text.is_cuda
         self.method = method
@@ -94,13 +98,15 @@ class Runner:
             self._views = self.task.text[:1].expand(steps, views, task.dim).clone()
             answer = method.step(self.task, _copied(self._state), self._views[0])[0]  # (C,), or what it has for one
             self._logits = answer.new_zeros(steps, *answer.shape)
+            self._fused: fused.Fused | None = None
+            if (on_gpu if kernels is None else kernels) and fused.fits(method, task, views):
+                self._try_fused(views)
         self._step: Callable[..., Tensor] = compiled(_step) if self._compile else _step
 
     def load(self, task: Task, state: Any) -> None:
         """Go on from this state, which is copied."""
         self.task.text.copy_(task.text)
-        for place, value in zip(leaves(self._state), leaves(state), strict=True):
-            place.copy_(value)
+        self._overwrite(state)
 
     def state(self) -> Any:
         """The state reached, as a copy of its own."""
@@ -130,11 +136,27 @@ class Runner:
             return
         before = _copied(self._state)
         with torch.inference_mode(False), torch.no_grad(), exact_products():
-            if self._compile and not self._captured:
+            if self._compile and not self._captured and self._fused is None:
                 self._try_compiled()
             self._captured[size] = self._graph(size) if self._graphs else lambda: self._steps(size)
-        for place, value in zip(leaves(self._state), leaves(before), strict=True):
+        self._overwrite(before)
+
+    def _overwrite(self, state: Any) -> None:
+        for place, value in zip(leaves(self._state), leaves(state), strict=True):
             place.copy_(value)
+        if self._fused is not None:
+            self._fused.refresh()
+
+    def _try_fused(self, views: int) -> None:
+        """Take the method's own kernels, if they can be launched; the state is as it was afterwards."""
+        before = _copied(self._state)
+        try:
+            steps = fused.Fused(self.method, self.task, self._state, views)
+            steps.step(self._views[0], self._logits[0])  # compiles them
+            self._fused = steps
+        except Exception as error:  # as for `_try_compiled`, and there may be no room for their buffers
+            warn_once(f"The kernels of '{self.method.name}' cannot be launched, and it runs slower ({reason(error)}).")
+        self._overwrite(before)
 
     def _try_compiled(self) -> None:
         try:
@@ -155,6 +177,10 @@ class Runner:
             return lambda: self._steps(size)
 
     def _steps(self, size: int) -> None:
+        if self._fused is not None:
+            for views, logits in zip(self._views[:size], self._logits[:size], strict=True):
+                self._fused.step(views, logits)
+            return
         rows = [self._step(self._stepping, self.task, self._state, self._views[row]) for row in range(size)]
         torch.stack(rows, out=self._logits[:size])
 

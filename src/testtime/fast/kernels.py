@@ -13,17 +13,18 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import prange
 
+from testtime.fast.blas import across, product, product_of_transposed
 from testtime.fast.loops import (
     BLOCK,
     Array,
-    across,
     compiled,
     dot,
     exp,
+    filled,
     largest,
     length_of,
-    product,
-    product_of_transposed,
+    make_room,
+    rank,
     spike,
     spread,
 )
@@ -153,7 +154,7 @@ def _some(
 
 @compiled
 def _spikes(start: int, stop: int, room: Room) -> None:
-    """Logits and their entropy for views whose products with prototypes are in `logits`; `factor` is what is missing."""
+    """Logits and their entropy for views whose products with prototypes are in `logits`, but for `factor`."""
     zero = room.factor.dtype.type(0)
     for v in range(start, stop):
         row = room.logits[v]
@@ -337,25 +338,21 @@ def push(label: int, price: Any, run: Run, feature: Array) -> bool:
     As `bank.push`: it takes the place of the worst if it is strictly better, behind its equals. The class's visual
     prototype and its length follow.
     """
-    slots, row, prices = run.cost.shape[1], run.keys[label], run.cost[label]
-    if slots == 0 or not price < prices[slots - 1]:
+    row, prices = run.keys[label], run.cost[label]
+    place = rank(prices, price)
+    if place < 0:
         return False
-    place = slots - 1
-    while place > 0 and price < prices[place - 1]:
-        prices[place] = prices[place - 1]
-        row[place] = row[place - 1]
-        place -= 1
+    make_room(prices, place)
+    make_room(row, place)
     prices[place] = price
     row[place] = feature
-    filled = 0
-    for m in range(slots):
-        filled += prices[m] < np.inf
+    count = filled(prices)
     mean = run.visual.vectors[label]
     for d in range(len(feature)):
         total = feature.dtype.type(0)
-        for m in range(filled):
+        for m in range(count):
             total += row[m, d]
-        mean[d] = total / filled
+        mean[d] = total / count
     run.visual.length[label] = length_of(mean)
     return True
 

@@ -1,25 +1,23 @@
-"""Arithmetic for compiled loops that becomes vector instructions, and products of small matrices.
+"""What the compiled loops of fast twins share: how they are compiled, arithmetic, and the parts of a sorted row.
 
-numba has none of its own that does: its `exp` and `max` are made number by number, and its products go through Python's
-libraries. The first call in a new environment compiles for some seconds; the result is kept on disk.
+Loops take arrays and fill arrays. Rows are worked off one after the other, so the numbers of a class do not depend on
+its neighbours. The first call in a new environment compiles for some seconds; the result is kept on disk.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import math
 import threading
 from collections.abc import Iterator
-from pathlib import Path
+from importlib import import_module
 from typing import Any
 
-import llvmlite.binding
 import numpy as np
-import torch
-from numba import config, get_num_threads, njit, prange, set_num_threads, types
+from numba import config, get_num_threads, njit, set_num_threads, types
 from numba.extending import overload
 from numpy.typing import NDArray
+from torch import Tensor
 
 Array = NDArray[Any]
 
@@ -34,7 +32,7 @@ spread = njit(**OPTIONS, fastmath=LOOSE, parallel={"prange": True} | dict.fromke
 BLOCK = 16  # rows that a thread works off at a time
 
 try:
-    from numba.np.ufunc import omppool  # noqa: F401  # OpenMP's threads may be asked for by several at once
+    import_module("numba.np.ufunc.omppool")  # OpenMP's threads may be asked for by several at once
 
     _turn: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
 except ImportError:  # numba's own may not
@@ -53,8 +51,17 @@ def threads(count: int) -> Iterator[None]:
             set_num_threads(before)
 
 
+def owned(tensor: Tensor) -> Array:
+    """The numbers of a tensor in an array of their own, which may be written to."""
+    return tensor.detach().contiguous().numpy().copy()
+
+
 def exp(x: float) -> float:
-    """e to the power of x <= 80, to the last two digits; 0 where that is far below rounding beside 1."""
+    """e to the power of x <= 80, to the last two digits; 0 where that is far below rounding beside 1.
+
+    numba's own is made number by number; this becomes vector instructions. And what is below rounding would slow the
+    products that it goes into thirty times, where it is so small that it has fewer digits.
+    """
     raise NotImplementedError("for compiled loops")
 
 
@@ -62,7 +69,8 @@ def exp(x: float) -> float:
 def _exp(x: Any) -> Any:
     # 2**n times a polynomial in what is left
     single = x == types.float32
-    real, whole = (np.float32, np.int32) if single else (np.float64, np.int64)
+    real: Any = np.float32 if single else np.float64
+    whole: Any = np.int32 if single else np.int64
     lowest = real(-64.0 if single else -600.0)
     # ln 2 in two parts, the first of so few digits that n times it is exact
     high = real(0.693359375 if single else 0.693145751953125)
@@ -92,7 +100,8 @@ def largest(row: Array) -> Any:
 def _largest(row: Any) -> Any:
     # as integers of the same order: of them a loop becomes vector instructions, of floats it does not
     single = row.dtype == types.float32
-    real, whole = (np.float32, np.int32) if single else (np.float64, np.int64)
+    real: Any = np.float32 if single else np.float64
+    whole: Any = np.int32 if single else np.int64
     sign, rest = (whole(31), whole(2**31 - 1)) if single else (whole(63), whole(2**63 - 1))
 
     def of(row: Any) -> Any:
@@ -136,75 +145,28 @@ def spike(logits: Array, zero: Any) -> tuple[Any, Any, Any]:
     return top, total, math.log(total) - weighted / total
 
 
-def reach() -> bool:
-    """Give compiled loops torch's own product of matrices, under the names by which they call it; whether it is there."""
-    try:
-        library = ctypes.CDLL(str(next(Path(torch.__file__).parent.glob("lib/*torch_cpu.*"))))
-        for name in ("sgemm_", "dgemm_"):
-            place = ctypes.cast(getattr(library, name), ctypes.c_void_p).value
-            llvmlite.binding.add_symbol(f"testtime_{name}", place)
-    except (OSError, AttributeError, StopIteration):
-        return False
-    return True
-
-
-REACHED = reach()
-# letters that say whether a matrix is transposed, sizes, a factor, a matrix and its rows' length, ...: all by address
-_FORM = types.void(*[types.voidptr] * 13)
-_SINGLE, _DOUBLE = (types.ExternalFunction(f"testtime_{name}", _FORM) for name in ("sgemm_", "dgemm_"))
-
-
-def multiply(letters: Array, sizes: Array, numbers: Array, a: Array, b: Array, out: Array) -> None:
-    """b a, as columns before rows see it: a b, as rows before columns do."""
-    raise NotImplementedError("for compiled loops")
-
-
-@overload(multiply)
-def _multiply(letters: Any, sizes: Any, numbers: Any, a: Any, b: Any, out: Any) -> Any:
-    gemm = _SINGLE if out.dtype == types.float32 else _DOUBLE
-
-    def of(letters: Any, sizes: Any, numbers: Any, a: Any, b: Any, out: Any) -> None:
-        gemm(
-            letters.ctypes,
-            letters[1:].ctypes,
-            sizes.ctypes,
-            sizes[1:].ctypes,
-            sizes[2:].ctypes,
-            numbers.ctypes,
-            b.ctypes,
-            sizes[3:].ctypes,
-            a.ctypes,
-            sizes[4:].ctypes,
-            numbers[1:].ctypes,
-            out.ctypes,
-            sizes[5:].ctypes,
-        )
-
-    return of
-
-
-N, T = 78, 84  # as letters
+@compiled
+def rank(costs: Array, price: float) -> int:
+    """Where a price belongs in a sorted row (M,): behind its equals; -1 if not below the last, which falls out."""
+    place = len(costs) - 1
+    if place < 0 or not price < costs[place]:
+        return -1
+    while place > 0 and price < costs[place - 1]:
+        place -= 1
+    return place
 
 
 @compiled
-def across(a: Array, b: Array, out: Array) -> None:
-    """a (M, K) @ b.T (K, N) -> (M, N)."""
-    rows, inner, columns = a.shape[0], a.shape[1], b.shape[0]
-    sizes = np.array([columns, rows, inner, inner, inner, columns], np.int32)
-    multiply(np.array([T, N], np.uint8), sizes, np.array([1, 0], out.dtype), a, b, out)
+def make_room(rows: Array, place: int) -> None:
+    """Move the rows (M, ...) from a place on one further; the last falls out."""
+    for m in range(len(rows) - 1, place, -1):
+        rows[m] = rows[m - 1]
 
 
 @compiled
-def product(a: Array, b: Array, out: Array) -> None:
-    """a (M, K) @ b (K, N) -> (M, N)."""
-    rows, inner, columns = a.shape[0], a.shape[1], b.shape[1]
-    sizes = np.array([columns, rows, inner, columns, inner, columns], np.int32)
-    multiply(np.array([N, N], np.uint8), sizes, np.array([1, 0], out.dtype), a, b, out)
-
-
-@compiled
-def product_of_transposed(a: Array, b: Array, out: Array) -> None:
-    """a.T (M, K) @ b (K, N) -> (M, N), for a (K, M)."""
-    inner, rows, columns = a.shape[0], a.shape[1], b.shape[1]
-    sizes = np.array([columns, rows, inner, columns, rows, columns], np.int32)
-    multiply(np.array([N, T], np.uint8), sizes, np.array([1, 0], out.dtype), a, b, out)
+def filled(costs: Array) -> int:
+    """How many slots of a row (M,) are in use: they come first, and an empty one costs infinity."""
+    count = 0
+    while count < len(costs) and costs[count] < np.inf:
+        count += 1
+    return count

@@ -91,7 +91,8 @@ class DOTA(Base):
         return State(mean, count, moment, none, *self.classifier(task, mean, count, moment))
 
     def step(self, task: Task, state: State, views: Tensor) -> tuple[Tensor, State]:
-        return self._step(task, state, views, (int(state.images) + 1) % self.refresh == 0)
+        due = (state.images + 1) % self.refresh == 0
+        return self._step(task, state, views, bool(due) if due.is_cpu else due)
 
     def scan(self, task: Task, state: State, stream: Tensor) -> tuple[Tensor, State]:
         """As `step`, image by image; the images' number is read from the device once."""
@@ -100,7 +101,7 @@ class DOTA(Base):
             logits[row], state = self._step(task, state, views, (images + row + 1) % self.refresh == 0)
         return logits, state
 
-    def _step(self, task: Task, state: State, views: Tensor, due: bool) -> tuple[Tensor, State]:
+    def _step(self, task: Task, state: State, views: Tensor, due: bool | Tensor) -> tuple[Tensor, State]:
         # 1. the confident views, and what the frozen classifier takes each for
         view_logits = task.zero_shot(views)  # (V, C)
         chosen = ops.confident(view_logits, self.selection)
@@ -117,8 +118,19 @@ class DOTA(Base):
         count = state.counts + received
         mean = state.mean + (label.T @ rows - received[:, None] * state.mean) / count[:, None]
         moment = torch.addmm(state.moment, rows.T, rows)
-        weight, bias = self.classifier(task, mean, count, moment) if due else (state.weight, state.bias)
-        return logits, State(mean, count, moment, state.images + 1, weight, bias)
+        return logits, State(
+            mean, count, moment, state.images + 1, *self._renewed(task, state, mean, count, moment, due)
+        )
+
+    def _renewed(
+        self, task: Task, state: State, mean: Tensor, count: Tensor, moment: Tensor, due: bool | Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The classifier anew where it is `due`, else the one last made."""
+        if isinstance(due, Tensor):
+            # made in any case: to look at `due` would stall the GPU, and end a capture
+            weight, bias = self.classifier(task, mean, count, moment)
+            return torch.where(due, weight, state.weight), torch.where(due, bias, state.bias)
+        return self.classifier(task, mean, count, moment) if due else (state.weight, state.bias)
 
     def covariance(self, task: Task, mean: Tensor, count: Tensor, moment: Tensor) -> Tensor:
         """The pooled covariance within classes (D, D), each with its one pseudo-image of variance `sigma`."""

@@ -52,10 +52,10 @@ def draw_near(bank: banks.Bank, label: Tensor, feature: Tensor, centre: Tensor) 
     place of the farthest if it is nearer, or a free slot; among equals the older comes first.
     """
     slots = bank.cost.shape[1]
-    row = torch.cat([bank.keys[label], feature[None]])  # (M + 1, D)
-    there = torch.cat([bank.cost[label].isfinite(), torch.ones_like(bank.cost[label, :1], dtype=torch.bool)])
+    index = label.reshape(1)  # a scalar index would be read back from the GPU
+    row = torch.cat([bank.keys[index][0], feature[None]])  # (M + 1, D)
+    there = torch.cat([bank.cost[index][0].isfinite(), row.new_ones(1, dtype=torch.bool)])
     cost, order = torch.where(there, 1 - ops.unit(row) @ centre, torch.inf).sort(stable=True)
-    index = label.reshape(1)
     return banks.Bank(
         bank.keys.index_copy(0, index, row[order[:slots]][None]), bank.cost.index_copy(0, index, cost[None, :slots])
     )
@@ -142,7 +142,8 @@ class MCP(Base):
 
         # 2. entropy cache: the most confident features, which with the prompt make the class's centre
         confident = banks.push(state.entropy, label, feature, cost)
-        centre = ops.unit(task.text[label] + ops.unit(banks.row_mean(confident, label)))  # (D,)
+        prompt = task.text[label.reshape(1)][0]
+        centre = ops.unit(prompt + ops.unit(banks.row_mean(confident, label)))  # (D,)
 
         # 3. align cache: the features nearest to that centre
         central = draw_near(state.align, label, feature, centre)

@@ -113,7 +113,7 @@ def _tie_breaker(tied: Tensor, rest: Tensor) -> Tensor:
     """One more vote (C,) where classes are tied (C,), by the other views' logits (R, C), surest first."""
     choices = rest.argmax(1)  # (R,)
     able = tied[choices]
-    first = choices[able.to(torch.uint8).argmax()]
+    first = choices[able.to(torch.uint8).argmax(0, keepdim=True)][0]  # a scalar index would be read back
     # Where no view is able, the released code means to mask the classes that are not tied. Its `~` negates
     # the indices instead, so it masks the mirror images of the tied: the vote may go to any other class, and
     # depends on the order of the classes.

@@ -145,6 +145,22 @@ class TablesReport:
 
 
 @dataclass(frozen=True)
+class QueuesReport:
+    """What queues hold at some moments, without the stream that filled them: images are those held, numbered from 0."""
+
+    title: str
+    subtitle: str
+    tables: Sequence[Table]
+    queues: QueueMap
+    classnames: Sequence[str]
+    labels: Sequence[int]  # of the images held
+    facts: Mapping[str, str] = field(default_factory=dict)
+    text: str = ""
+    names: Sequence[str] = ()
+    thumbnails: Mapping[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class UnlabelledReport:
     """One stream without labels: what the last method changed against the first, the baseline (zero-shot)."""
 
@@ -173,16 +189,17 @@ def check_curves(curves: Sequence[Curve]) -> None:
         raise InputError(f"Curve '{curves[0].name}' has no images; there is nothing to report.")
 
 
-def check(report: StreamReport | TablesReport | UnlabelledReport) -> None:
+def check(report: StreamReport | TablesReport | QueuesReport | UnlabelledReport) -> None:
     """Refuse a report whose parts do not fit together, naming the first that does not."""
     if isinstance(report, StreamReport | TablesReport):
         for grid in report.grids:
             _check_grid(grid)
         for series in report.series:
             _check_series(series)
-    if isinstance(report, TablesReport):
+    if isinstance(report, TablesReport | QueuesReport):
         for table in report.tables:
             _check_table(table)
+    if isinstance(report, TablesReport):
         return
     where, classes = f"'{report.title}'", len(report.classnames)
     if isinstance(report, StreamReport):
@@ -196,13 +213,16 @@ def check(report: StreamReport | TablesReport | UnlabelledReport) -> None:
         if report.answers and [answers.name for answers in report.answers] != names:
             given = ", ".join(answers.name for answers in report.answers)
             raise InputError(f"{where}: answers of {given}, where the curves are {', '.join(names)}; give the same.")
+    elif isinstance(report, QueuesReport):
+        images = len(report.labels)
+        _in_range(plain(report.labels), classes, f"{where}: label")
     else:
         if not report.answers:
             raise InputError(f"{where}: a report needs answers, those of the baseline first.")
         images = len(report.answers[0].predictions)
         if not images:
             raise InputError(f"{where} has no images; there is nothing to report.")
-    for answers in report.answers:
+    for answers in () if isinstance(report, QueuesReport) else report.answers:
         _check_answers(answers, images, classes, where)
     if report.names and len(report.names) != images:
         raise InputError(f"{where}: {len(report.names)} image names for {images} images.")

@@ -7,10 +7,12 @@ page = html([report], conditions(task), "A made-up stream")
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,7 +42,7 @@ class Runner:
     predictions: list[int] = field(default_factory=list)
     confidences: list[float] = field(default_factory=list)
     seconds: float = 0.0
-    brier: float = 0.0  # summed over images
+    brier: float = 0.0  # summed over images; NaN where only the answers' own probabilities are known
     moments: list[Moment] = field(default_factory=list)
 
     def advance(self, chunk: Tensor, labels: Tensor | None) -> None:
@@ -63,7 +65,7 @@ class Runner:
             self.confidences,
             self.seconds,
             registry.settings_of(self.session.method),
-            self.brier / len(self.predictions) if scored else None,
+            self.brier / len(self.predictions) if scored and not math.isnan(self.brier) else None,
         )
 
 
@@ -98,23 +100,37 @@ def stream_report(
         raise InputError(f"{len(labels)} labels for a stream of {len(stream)} images.")
     truth, met = labels.cpu()[rows], _met(images, stream, rows)
     runners, queues = _run(task, stream, rows, truth, methods, snapshots, place, progress)
+    heading = title or _title(stream), subtitle(len(rows), task, _views(stream))
+    return scored(task, heading, runners, truth.tolist(), met, queues, facts)
+
+
+def scored(
+    task: Task,
+    heading: tuple[str, str],
+    runners: Sequence[Runner],
+    labels: Sequence[int],
+    images: Sequence[Image],
+    queues: QueueMap | None,
+    facts: Mapping[str, str] | None = None,
+) -> StreamReport:
+    """The report of runs that are done, labels and images standing as they were met; `heading` and its subtitle."""
+    truth = torch.tensor(labels)
     curves = [
         Curve(runner.name, (torch.tensor(runner.predictions) == truth).tolist(), runner.seconds, _note(runner))
         for runner in runners
     ]
     report = StreamReport(
-        title=title or _title(stream),
-        subtitle=_subtitle(len(rows), task, stream),
-        curves=curves,
-        classnames=task.classnames,
-        labels=truth.tolist(),
-        facts=facts or {},
+        *heading,
+        curves,
+        task.classnames,
+        labels,
+        facts or {},
         answers=[runner.answers(scored=True) for runner in runners],
         queues=queues,
-        names=list(map(str, met)),
+        names=list(map(str, images)),
     )
     righted, spoilt = pictures.righted_and_spoilt(report)
-    return replace(report, thumbnails=_thumbnails(met, [*righted, *spoilt], queues))
+    return replace(report, thumbnails=_thumbnails(images, [*righted, *spoilt], queues))
 
 
 def unlabelled_report(
@@ -134,19 +150,40 @@ def unlabelled_report(
     rows = _rows(stream, order)
     met = _met(images, stream, rows)
     runners, queues = _run(task, stream, rows, None, methods, snapshots, place, progress)
+    heading = title or _title(stream), subtitle(len(rows), task, _views(stream))
+    return unscored(task, heading, runners, met, queues, facts)
+
+
+def unscored(
+    task: Task,
+    heading: tuple[str, str],
+    runners: Sequence[Runner],
+    images: Sequence[Image],
+    queues: QueueMap | None,
+    facts: Mapping[str, str] | None = None,
+) -> UnlabelledReport:
+    """The report of runs that are done over images without labels; otherwise as `scored`."""
     report = UnlabelledReport(
-        title=title or _title(stream),
-        subtitle=_subtitle(len(rows), task, stream),
-        answers=[runner.answers(scored=False) for runner in runners],
-        classnames=task.classnames,
-        facts=facts or {},
+        *heading,
+        [runner.answers(scored=False) for runner in runners],
+        task.classnames,
+        facts or {},
         queues=queues,
-        names=list(map(str, met)),
+        names=list(map(str, images)),
     )
     most, least = unlabelled.confident(report)
     moves = unlabelled.moves(report)[: unlabelled.MOVES]
     moved = [image for move in moves for image in move.images[: unlabelled.EXAMPLES]]
-    return replace(report, thumbnails=_thumbnails(met, [*most, *least, *moved], queues))
+    return replace(report, thumbnails=_thumbnails(images, [*most, *least, *moved], queues))
+
+
+def features_report(
+    task: Task, store: Features, methods: Sequence[str | Method], **options: Any
+) -> StreamReport | UnlabelledReport:
+    """`stream_report` where the store has labels, `unlabelled_report` where it has none."""
+    if store.labels is None:
+        return unlabelled_report(task, store, methods, **options)
+    return stream_report(task, store, store.labels, methods, **options)
 
 
 def sweep(
@@ -299,6 +336,10 @@ def _title(stream: Stream) -> str:
     return dataset or (stream.path.name if isinstance(stream, Features) else "A stream")
 
 
-def _subtitle(images: int, task: Task, stream: Stream) -> str:
-    views = stream.views if isinstance(stream, Features) else stream.shape[1]
+def _views(stream: Stream) -> int:
+    return stream.views if isinstance(stream, Features) else stream.shape[1]
+
+
+def subtitle(images: int, task: Task, views: int) -> str:
+    """How much a report is about, in words."""
     return f"{count(images, 'image')}, {count(task.classes, 'class')}, {count(views, 'view')} each"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from testtime.report.data import Queued, QueueMap, Snapshot, StreamReport, UnlabelledReport
-from testtime.report.pictures import image_name, thumbnail
+from testtime.report.data import Queued, QueueMap, QueuesReport, Snapshot, UnlabelledReport
+from testtime.report.pictures import Pictured, image_name, thumbnail
 from testtime.report.words import count, plain, px, safe, short, text_width
 
 SIDE, EDGE = 420, 18  # pixels of a map, and around its points
@@ -15,18 +15,19 @@ LISTED = 20  # classes whose queue is listed before the rest is folded away
 RADIUS = 4.2
 
 
-def queues(report: StreamReport | UnlabelledReport, section: int) -> str:
+def queues(report: Pictured, section: int) -> str:
     """The maps of all snapshots side by side and the contents of the last one; nothing where there is no queue."""
     given = report.queues
     if given is None or not any(snapshot.entries for snapshot in given.snapshots):
         return ""
-    parts = [f"<h3>What the queues of {safe(given.method)} hold</h3>"]
+    heading = "Maps" if isinstance(report, QueuesReport) else f"What the queues of {safe(given.method)} hold"
+    parts = [f"<h3>{heading}</h3>"]
     if given.text:
         parts.append(f"<p>{safe(given.text)}</p>")
     if given.placed:
         maps = "".join(f"<li>{_map(report, given, snapshot, section)}</li>" for snapshot in given.snapshots)
         legend = "Each point is a feature in a queue, near to those it resembles (t-SNE, one map for all moments)."
-        if isinstance(report, StreamReport):
+        if not isinstance(report, UnlabelledReport):
             legend += " Blue discs are in the queue of their true class, orange diamonds in a wrong one."
         legend += " Point at one to see its image and to find its class in every map."
         parts.append(f'<figure><ul class="maps">{maps}</ul><figcaption>{legend}</figcaption></figure>')
@@ -34,12 +35,12 @@ def queues(report: StreamReport | UnlabelledReport, section: int) -> str:
     return "".join(parts)
 
 
-def contents(report: StreamReport | UnlabelledReport, snapshot: Snapshot, section: int) -> str:
+def contents(report: Pictured, snapshot: Snapshot, section: int) -> str:
     """What each class's queue holds, as pictures or numbers; many classes are folded away."""
     held: dict[int, list[int]] = defaultdict(list)
     for entry in snapshot.entries:
         held[entry.label].append(entry.image)
-    labels = plain(report.labels) if isinstance(report, StreamReport) else None
+    labels = None if isinstance(report, UnlabelledReport) else plain(report.labels)
 
     def row(label: int) -> str:
         cells = []
@@ -59,7 +60,7 @@ def contents(report: StreamReport | UnlabelledReport, snapshot: Snapshot, sectio
     return f'<h4>{words}</h4><dl class="queues">{first}</dl>{folded}'
 
 
-def _map(report: StreamReport | UnlabelledReport, queue_map: QueueMap, snapshot: Snapshot, section: int) -> str:
+def _map(report: Pictured, queue_map: QueueMap, snapshot: Snapshot, section: int) -> str:
     every = [entry for moment in queue_map.snapshots for entry in moment.entries]
     xs, ys = ([float(getattr(entry, axis)) for entry in every] for axis in "xy")
     span = max(max(xs) - min(xs), max(ys) - min(ys)) or 1.0
@@ -68,7 +69,7 @@ def _map(report: StreamReport | UnlabelledReport, queue_map: QueueMap, snapshot:
     left = EDGE + (SIDE - 2 * EDGE - scale * (max(xs) - min(xs))) / 2 - scale * min(xs)
     top = EDGE + (SIDE - 2 * EDGE - scale * (max(ys) - min(ys))) / 2 - scale * min(ys)
     places = [(left + scale * float(e.x or 0), top + scale * float(e.y or 0)) for e in snapshot.entries]
-    labels = plain(report.labels) if isinstance(report, StreamReport) else None
+    labels = None if isinstance(report, UnlabelledReport) else plain(report.labels)
     points, wrong = [], 0
     for entry, (x, y) in zip(snapshot.entries, places, strict=True):
         miss = labels is not None and labels[entry.image] != entry.label
@@ -84,9 +85,7 @@ def _map(report: StreamReport | UnlabelledReport, queue_map: QueueMap, snapshot:
     )
 
 
-def _point(
-    report: StreamReport | UnlabelledReport, entry: Queued, x: float, y: float, truth: int | None, section: int
-) -> str:
+def _point(report: Pictured, entry: Queued, x: float, y: float, truth: int | None, section: int) -> str:
     said = [str(report.classnames[entry.label]), image_name(report, entry.image)]
     if truth is not None:
         said.append(f"in truth {report.classnames[truth]}")

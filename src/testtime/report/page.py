@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from testtime.report import classes, curves, heat, maps, pictures, reliability
-from testtime.report.data import Answers, Curve, StreamReport, TablesReport, UnlabelledReport, check
+from testtime.report.data import Answers, Curve, QueuesReport, StreamReport, TablesReport, UnlabelledReport, check
 from testtime.report.plot import slots_of, styles_of
 from testtime.report.unlabelled import unlabelled_parts
 from testtime.report.words import as_table, milliseconds, part, plain, safe, signed, table
 
-Section = StreamReport | TablesReport | UnlabelledReport
+Section = StreamReport | TablesReport | QueuesReport | UnlabelledReport
 
 
 def html(sections: Sequence[Section], facts: Mapping[str, str], title: str) -> str:
@@ -46,6 +46,8 @@ def html(sections: Sequence[Section], facts: Mapping[str, str], title: str) -> s
 def _names(section: Section) -> list[str]:
     if isinstance(section, TablesReport):
         return ["", *(name for series in section.series for name in series.lines)]
+    if isinstance(section, QueuesReport):
+        return []
     return [each.name for each in (section.curves if isinstance(section, StreamReport) else section.answers)]
 
 
@@ -59,14 +61,14 @@ def _section(report: Section, slots: Mapping[str, int], number: int) -> str:
     ]
     if isinstance(report, StreamReport):
         parts += _labelled_parts(report, slots, number)
-    elif isinstance(report, TablesReport):
+    elif isinstance(report, TablesReport | QueuesReport):
         parts += [f"<h3>{safe(each.title)}</h3>{table(each.head, each.rows)}" for each in report.tables]
-        parts += _figures(report, slots)
+        parts += _figures(report, slots) if isinstance(report, TablesReport) else [maps.queues(report, number)]
     else:
         parts += unlabelled_parts(report, slots, number)
     if report.facts:
         parts += ["<h3>How this was made</h3>", _facts(report.facts)]
-    if not isinstance(report, TablesReport):
+    if not isinstance(report, TablesReport | QueuesReport):
         parts.append(_settings(report.answers))
     return "\n".join(part for part in [*parts, "</section>"] if part)
 

@@ -7,9 +7,11 @@ import io
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from testtime.report.data import StreamReport, UnlabelledReport
+from testtime.report.data import QueuesReport, StreamReport, UnlabelledReport
 from testtime.report.words import plain, safe, safe_characters
 from testtime.types import ImageError, StoredImage
+
+Pictured = StreamReport | QueuesReport | UnlabelledReport
 
 SIDE = 56  # pixels of a thumbnail
 MOST = 600  # thumbnails in a report
@@ -50,12 +52,12 @@ def styles(thumbnails: Mapping[int, str], section: int) -> str:
     return "".join(f".t{section}-{image}{{background-image:url({uri})}}\n" for image, uri in sorted(thumbnails.items()))
 
 
-def image_name(report: StreamReport | UnlabelledReport, image: int) -> str:
+def image_name(report: Pictured, image: int) -> str:
     """What to call an image: its file, or its place in the stream."""
     return Path(safe_characters(report.names[image])).name if len(report.names) else f"image {image + 1:,}"
 
 
-def thumbnail(report: StreamReport | UnlabelledReport, image: int, section: int) -> str:
+def thumbnail(report: Pictured, image: int, section: int) -> str:
     """The picture of an image, or its number where there is none."""
     name = safe(image_name(report, image))
     if image in report.thumbnails:
@@ -63,7 +65,7 @@ def thumbnail(report: StreamReport | UnlabelledReport, image: int, section: int)
     return f'<span class="thumb none" role="img" aria-label="{name}" title="{name}">{image + 1}</span>'
 
 
-def gallery(report: StreamReport | UnlabelledReport, images: Iterable[tuple[int, str]], section: int) -> str:
+def gallery(report: Pictured, images: Iterable[tuple[int, str]], section: int) -> str:
     """Pictures in a row that wraps, each with lines below it; the captions are HTML."""
     items = "".join(f"<li>{thumbnail(report, image, section)}<span>{caption}</span></li>" for image, caption in images)
     return f'<ul class="gallery">{items}</ul>'

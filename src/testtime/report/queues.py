@@ -25,6 +25,28 @@ class Moment:
 
     images: int
     bank: Bank
+    places: Tensor | None = None  # (C, K), the image that each feature came from, where a `Tracer` has followed it
+
+
+class Tracer:
+    """Follows a bank through a stream: `places` (C, K) is the image that each of its features came from.
+
+    -1 marks an empty slot, and what was there before the first image.
+    """
+
+    def __init__(self, bank: Bank) -> None:
+        self.places = torch.full(bank.cost.shape, -1)
+        self._cost = bank.cost.cpu()
+
+    def follow(self, bank: Bank, image: int) -> None:
+        """Note where an image went, `bank` being what it left."""
+        # rows are sorted, and a newcomer stands behind its equals: it is where the costs first differ
+        changed = (self._cost != bank.cost.cpu()).nonzero()
+        if len(changed):
+            row, slot = changed[0].tolist()
+            self.places[row, slot + 1 :] = self.places[row, slot:-1].clone()
+            self.places[row, slot] = image
+        self._cost = bank.cost.cpu()
 
 
 def bank_of(state: Any) -> Bank | None:
@@ -43,22 +65,36 @@ def sources(keys: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def queue_map(
-    method: str, moments: Sequence[Moment], features: Tensor, answers: Sequence[int], place: bool = True, seed: int = 0
+    method: str,
+    moments: Sequence[Moment],
+    features: Tensor | None,
+    answers: Sequence[int],
+    place: bool = True,
+    seed: int = 0,
 ) -> QueueMap:
     """The queues at each moment, `features` (N, D) being the images' own and `answers` the classes given to them.
 
-    With `place`, features get places on one t-SNE map of all moments, which is seeded.
+    Moments that were traced need no features. With `place`, features get places on one t-SNE map of all moments,
+    which is seeded.
     """
     kept, left_out = _shown_classes(moments, answers)
     found: dict[bytes, Tensor] = {}  # each feature once, however many moments it stays
     held: list[list[tuple[int, int, bytes]]] = []  # class, image, feature
-    exact = total = 0
+    exact = total = older = 0
     for moment in moments:
         labels, slots = moment.bank.cost.cpu().isfinite().nonzero(as_tuple=True)
         chosen = torch.tensor([label in kept for label in labels.tolist()], dtype=torch.bool)
+        if moment.places is not None:
+            traced = moment.places[labels, slots] >= 0
+            older = int((chosen & ~traced).sum())  # of the last moment
+            chosen &= traced
         labels, slots = labels[chosen], slots[chosen]
         keys = moment.bank.keys.cpu()[labels, slots]
-        images, same = sources(keys, features[: moment.images]) if len(keys) else (labels, labels.bool())
+        images, same = labels, labels.bool()
+        if moment.places is not None:
+            images, same = moment.places[labels, slots], torch.ones_like(labels, dtype=torch.bool)
+        elif len(keys) and features is not None:
+            images, same = sources(keys, features[: moment.images])
         exact, total = exact + int(same.sum()), total + len(keys)
         marks = [key.numpy().tobytes() for key in keys]
         found |= dict(zip(marks, keys, strict=True))
@@ -70,21 +106,28 @@ def queue_map(
         Snapshot(moment.images, [Queued(label, image, *places.get(mark, ())) for label, image, mark in entries])
         for moment, entries in zip(moments, held, strict=True)
     ]
-    return QueueMap(method, snapshots, _text(exact, total, len(kept), left_out, seed if places else None))
+    text = _text(exact, total, features is None) + _left_out(len(kept), left_out, older)
+    return QueueMap(method, snapshots, text + (f" The map's t-SNE has seed {seed}." if places else ""))
 
 
-def _text(exact: int, total: int, kept: int, left_out: int, seed: int | None) -> str:
-    """How images were found, what is left out, and how the map was seeded."""
-    if exact == total:
+def _text(exact: int, total: int, traced: bool) -> str:
+    """How the images of features were found."""
+    if traced:
+        text = "Each feature is shown with the image that brought it."
+    elif exact == total:
         text = "Each feature is that of one image, found by equality."
     else:
         text = (
             "A feature is the mean of an image's confident views; the image shown with it is the one whose own feature "
             f"is nearest by cosine ({exact:,} of {total:,} are equal to it)."
         )
-    if left_out:
-        text += f" Shown are the {kept:,} classes most often answered; {left_out:,} more are left out."
-    return text if seed is None else f"{text} The map's t-SNE has seed {seed}."
+    return text
+
+
+def _left_out(kept: int, left_out: int, older: int) -> str:
+    """What is not shown."""
+    text = f" Shown are the {kept:,} classes most often answered; {left_out:,} more are left out." if left_out else ""
+    return text + (f" {older:,} features from before this run are left out." if older else "")
 
 
 def need_tsne() -> Any:

@@ -38,6 +38,7 @@ for (const svg of document.querySelectorAll("svg[data-map]")) {
       return node;
     }));
     tip.hidden = false;
+    tip.style.left = "0"; // at the right edge it would be measured as narrow as it is squeezed there
     const left = best.dataset.x * scale + 14, top = best.dataset.y * scale + 14;
     tip.style.left = Math.max(0, Math.min(left, box.width - tip.offsetWidth)) + "px";
     tip.style.top = (top + tip.offsetHeight > box.height ? top - 28 - tip.offsetHeight : top) + "px";

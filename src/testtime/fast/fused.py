@@ -1,0 +1,259 @@
+"""DPE's step on a GPU as eight launches that Triton compiles: the state moves on in place, and nothing is read back.
+
+What it does beyond `methods.dpe`, the twin that reads like the paper:
+
+- a step is few kernels, each of which does all that can be done before programs must wait for one another;
+- lengths of prototypes, and their directions in half-precision parts, are kept beside the state: a queue that takes
+  an image in changes one row of them;
+- the pull of the alignment loss, three C x C x D products, is a function of the prototypes alone. Its kernels return
+  at once where no prototype has changed since they last ran: exact, not approximate.
+
+The kernels are in `fused_kernels` and `fused_alignment`. What is kept follows from the state alone, by one arithmetic
+wherever it is computed, so a run that is saved and loaded goes on as it would have.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from testtime import ops
+from testtime.fast import forms
+from testtime.methods.dpe import DPE, State
+from testtime.types import Task
+
+MOST_VIEWS = 256  # every two are compared in one program
+MOST_CLASSES = 2**15  # beyond, a place in a matrix of C x C is no number of 32 bits
+PAD = 128  # what the sides of padded buffers are multiples of, and so the largest tile and split depth of a product
+FEW = 512  # classes below which products have small tiles, for more programs
+ROOM = 96  # programs that do without splitting sums: about as many as a GPU has processors
+
+# Tiles of each kernel, powers of two, and how Triton compiles it. Tiles of rows hold CELLS numbers.
+TILES: dict[str, dict[str, int]] = {
+    "view_logits": {"VIEWS": 32, "CLASSES": 16, "DEPTH": 128, "num_warps": 4, "num_stages": 3},
+    "choose": {"PART": 128, "num_warps": 8},
+    "rows": {"CELLS": 4096, "num_warps": 8},  # aim, push, answer and evolve
+    "similarity": {"ROWS": 128, "COLUMNS": 128, "DEPTH": 64, "SPLIT": 2, "num_warps": 8, "num_stages": 3},
+    "misplace": {"ROWS": 2, "COLUMNS": 1024, "num_warps": 4},
+    "pull": {"ROWS": 128, "COLUMNS": 128, "DEPTH": 64, "SPLIT": 2, "num_warps": 8, "num_stages": 3},
+}
+SMALL = {"ROWS": 64, "COLUMNS": 64, "num_warps": 4}
+
+
+def fits(method: Any, task: Task, views: int) -> bool:
+    """Whether there is such a step for the method, on tasks and numbers of views of this shape."""
+    return (
+        type(method) is DPE  # a class derived from it may do something else
+        and forms.fits(method)
+        and method.queue > 0
+        and not method.multi_view_prediction
+        and task.text.dtype == torch.float32
+        and task.text.is_contiguous()
+        and 1 < task.classes <= MOST_CLASSES
+        and 1 <= views <= MOST_VIEWS
+        and find_spec("triton") is not None
+    )
+
+
+class Fused:
+    """Steps of one method that move `state` on in place, for images of so many views; see `fits`.
+
+    Whoever writes to the state in between calls `refresh` before the next step.
+    """
+
+    def __init__(self, method: Any, task: Task, state: State, views: int) -> None:
+        from testtime.fast import fused_alignment, fused_kernels
+
+        self.kernels, self.alignment = fused_kernels, fused_alignment
+        self.method, self.task, self.state = method, task, state
+        self.count, self.keep = views, ops.kept(views, method.selection)
+        # as floats, whatever they were given as: Triton compiles anew for whole numbers
+        self.numbers = {name: float(values[0]) for name, values in forms.numbers(task, [method])._asdict().items()}
+        self.scale = float(task.scale)
+        self.pulled = bool(method.steps and self.numbers["align_weight"])
+        classes, dim = task.text.shape
+        self.tall, self.wide = _rounded(classes, PAD), _rounded(dim, PAD)
+        self.shape = {"classes": classes, "dim": dim, "tall": self.tall, "wide": self.wide}
+        # fusing products and sums is Triton's default, but asking for it keeps later versions from warning of a change
+        self.tiles = {name: {**tile, "enable_fp_fusion": True} for name, tile in TILES.items()}
+        self._fit_tiles()
+
+        like = task.text
+        whole = torch.zeros((), dtype=torch.int32, device=like.device)
+        # kept beside the state: see `refresh`
+        self.text_length, self.visual_length = like.new_ones(classes), like.new_ones(classes)
+        self.text_parts, self.visual_parts = (self._parts(self.wide) for _ in range(2))
+        self.seen, self.stale = whole.clone(), whole.clone()
+        # between kernels
+        round_views, tile = self.tiles["choose"]["VIEWS"], self.tiles["view_logits"]
+        self.view_blocks = _over(classes, tile["CLASSES"])
+        self.view_logits = like.new_empty(round_views, self.tall)
+        self.view_summaries = like.new_empty(3, self.view_blocks, round_views)
+        self.parts = _over(max(classes, dim), self.tiles["choose"]["PART"])
+        self.votes, self.labels = like.new_empty(2, self.parts), whole.new_empty(self.parts)
+        self.feature, self.logit, self.boost = like.new_empty(dim), like.new_empty(classes), like.new_empty(classes)
+        self.blocks = _over(classes, self.rows["ROWS"])
+        self.summaries, self.answers = (like.new_empty(3, self.blocks) for _ in range(2))
+        self.moved, self.moved_length = torch.empty_like(like), like.new_empty(classes)
+        self.updates_before = torch.zeros_like(state.updates)
+        aligned = self.tall if self.pulled else 1  # of no use then
+        self.similarity = like.new_zeros(self.tiles["similarity"]["SPLIT"], aligned, aligned)
+        self.misplaced = self._parts(aligned)
+        self.pulls = like.new_zeros(2, self.tiles["pull"]["SPLIT"], aligned, self.wide)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Find what follows from the state: lengths, directions in parts, how many classes have been seen."""
+        state = self.state
+        with _on(self.task.text.device):
+            for vectors, lengths, parts in (
+                (state.text, self.text_length, self.text_parts),
+                (state.visual, self.visual_length, self.visual_parts),
+            ):
+                self.kernels.aim[(self.blocks,)](vectors, lengths, parts, **self.shape, **self.rows)
+        self.seen.copy_((state.queue.cost[:, 0] < torch.inf).sum())
+        self.stale.fill_(1)
+
+    def step(self, views: Tensor, out: Tensor) -> None:
+        """Write the logits of one image's views (V, D) to `out` (C,), and move the state on."""
+        with _on(views.device):
+            self._choose(views)
+            self._push()
+            if self.pulled:
+                self._pull()
+            self._answer(views, out)
+            if self.method.text_update != "none":
+                self._evolve()
+
+    def _choose(self, views: Tensor) -> None:
+        tile, shape = self.tiles["view_logits"], self.shape
+        grid = self.view_blocks, len(self.view_logits) // tile["VIEWS"]
+        self.kernels.view_logits[grid](
+            *(views, self.text_parts, self.view_logits, self.view_summaries),
+            *(self.scale, self.count),
+            **shape,
+            **tile,
+        )
+        self.kernels.choose[(self.parts,)](
+            *(views, self.view_logits, self.view_summaries, self.feature, self.logit, self.votes, self.labels),
+            *(self.view_blocks, self.count, self.keep, shape["classes"], shape["dim"], self.tall),
+            **self.tiles["choose"],
+        )
+
+    def _push(self) -> None:
+        state, numbers, slots = self.state, self.numbers, self.method.queue
+        self.kernels.push[(self.blocks,)](
+            *(self.feature, self.logit, self.votes, self.labels, state.queue.keys, state.queue.cost, state.visual),
+            *(self.visual_length, self.visual_parts, self.boost, self.summaries, self.seen, self.stale),
+            *(numbers["per_nat"], numbers["alpha"], numbers["beta"], self.parts),
+            **self.shape,
+            SLOTS=slots,
+            SLOTS_ROUND=_round(slots),
+            PARTS=_round(self.parts),
+            **self.rows,
+        )
+
+    def _pull(self) -> None:
+        method, classes, sides = self.method, self.shape["classes"], (self.tall, self.wide)
+        tile = self.tiles["similarity"]
+        grid = self.tall // tile["ROWS"], self.tall // tile["COLUMNS"], tile["SPLIT"]
+        self.alignment.similarity[grid](self.visual_parts, self.text_parts, self.similarity, self.stale, *sides, **tile)
+        self.alignment.misplace[(_over(classes, self.tiles["misplace"]["ROWS"]),)](
+            *(self.similarity, self.state.queue.cost, self.misplaced, self.stale),
+            *(1 / method.align_temperature, classes, self.tall),
+            SLOTS=method.queue,
+            SPLIT=tile["SPLIT"],
+            **self.tiles["misplace"],
+        )
+        tile = self.tiles["pull"]
+        grid = self.tall // tile["ROWS"], self.wide // tile["COLUMNS"], 2 * tile["SPLIT"]
+        self.alignment.pull[grid](
+            self.misplaced, self.text_parts, self.visual_parts, self.pulls, self.stale, *sides, **tile
+        )
+
+    def _answer(self, views: Tensor, out: Tensor) -> None:
+        state, numbers, method = self.state, self.numbers, self.method
+        self.kernels.answer[(self.blocks,)](
+            *(views, state.text, self.text_length, state.visual, self.visual_length, state.queue.cost),
+            *(self.feature, self.logit, self.boost, self.summaries, self.pulls, self.moved, self.moved_length),
+            *(out, self.answers, state.updates, self.updates_before, self.seen, self.stale),
+            *(self.scale, numbers["alpha"], numbers["beta"], numbers["entropy_weight"]),
+            *(numbers["align_weight"], numbers["eps"], numbers["lr_text"], numbers["lr_visual"]),
+            **self.shape,
+            SLOTS=method.queue,
+            SPLIT=self.tiles["pull"]["SPLIT"],
+            LEARNS=method.steps > 0,
+            PULLED=self.pulled,
+            EVOLVES=method.text_update != "none",
+            BLOCKS=_round(self.blocks),
+            **self.rows,
+        )
+
+    def _evolve(self) -> None:
+        state, method = self.state, self.method
+        share = 1.0 if method.text_update == "full" else 1.0 - method.text_decay
+        self.kernels.evolve[(self.blocks,)](
+            *(state.text, self.text_length, self.text_parts, self.moved, self.moved_length, self.answers),
+            *(state.updates, self.updates_before, self.stale),
+            *(self.numbers["per_nat"], float(method.entropy_threshold), share, method.prompt_count),
+            **self.shape,
+            BELOW=int(method.gate_keeps == "below"),
+            CUMULATIVE=method.text_update == "cumulative",
+            RENORMALISES=method.renormalise_text,
+            BLOCKS=_round(self.blocks),
+            **self.rows,
+        )
+
+    def _fit_tiles(self) -> None:
+        """Fit the tiles to this shape."""
+        tiles, classes, dim = self.tiles, self.shape["classes"], self.shape["dim"]
+        tiles["choose"]["VIEWS"] = max(16, _round(self.count))
+        tiles["view_logits"]["VIEWS"] = min(tiles["view_logits"]["VIEWS"], tiles["choose"]["VIEWS"])
+        rows = tiles["rows"]
+        columns = _round(dim)
+        self.rows = {"ROWS": max(1, rows.pop("CELLS") // columns), "DIM": columns, **rows}
+        tiles["misplace"]["COLUMNS"] = min(tiles["misplace"]["COLUMNS"], _round(classes))
+        for name, sides in (("similarity", (self.tall, self.tall)), ("pull", (self.tall, 2 * self.wide))):
+            tile = tiles[name]
+            if classes < FEW:
+                tile.update(SMALL)
+            if (sides[0] // tile["ROWS"]) * (sides[1] // tile["COLUMNS"]) > ROOM:
+                tile["SPLIT"] = 1
+            tile["num_stages"] = min(tile["num_stages"], _stages(tile, _shared_memory(self.task.text.device)))
+
+    def _parts(self, wide: int) -> Tensor:
+        """Room for the half-precision parts of vectors: (2, tall, wide) of zeros, which stay zero beyond C and D."""
+        return torch.zeros(2, self.tall, wide, dtype=torch.float16, device=self.task.text.device)
+
+
+def _on(device: torch.device) -> Any:
+    """A context in which kernels are launched on this device; the CPU is for Triton's interpreter."""
+    return torch.cuda.device(device) if device.type == "cuda" else torch.no_grad()
+
+
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that the programs of a processor have in common."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 2**17
+
+
+def _stages(tile: dict[str, int], room: int) -> int:
+    """How many tiles of both factors, in two parts of half precision each, find room at once."""
+    return max(1, room // (2 * 2 * (tile["ROWS"] + tile["COLUMNS"]) * tile["DEPTH"]))
+
+
+def _over(count: int, size: int) -> int:
+    """How many blocks of a size hold so many."""
+    return -(-count // size)
+
+
+def _rounded(count: int, size: int) -> int:
+    """The next multiple of `size`."""
+    return _over(count, size) * size
+
+
+def _round(count: int) -> int:
+    """The next power of two."""
+    return 1 << (count - 1).bit_length()

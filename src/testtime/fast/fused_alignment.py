@@ -1,0 +1,120 @@
+"""Kernels of `testtime.fast.fused`, in Triton: how DPE's alignment pulls the prototypes, as three launches.
+
+Three products of C x C x D. What they give is a function of the prototypes alone, so they return at once unless it is
+`stale`. A sum may be split in SPLIT parts, for more programs; whoever reads the result adds them up.
+"""
+
+# Triton reads the annotations of kernels itself, and knows but its own
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from testtime.fast.fused_kernels import LOWEST, product, store_parts
+
+
+@triton.jit
+def similarity(
+    visual_parts, text_parts, out, stale, tall, wide,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """A tile of the cosines (tall, tall) of visual by text prototypes: one of SPLIT parts of the sum."""
+    if tl.load(stale) == 0:
+        return
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    part, span = tl.program_id(2), wide // SPLIT
+    depth = part * span + tl.arange(0, DEPTH)
+    a = visual_parts + rows[:, None] * wide + depth[None, :]
+    b = text_parts + columns[None, :] * wide + depth[:, None]
+    small = tall * wide
+    total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    for _ in range(0, span, DEPTH):
+        total = product(tl.load(a), tl.load(a + small), tl.load(b), tl.load(b + small), total)
+        a += DEPTH
+        b += DEPTH
+    tl.store(out + part * tall * tall + rows[:, None] * tall + columns[None, :], total)
+
+
+@triton.jit
+def misplace(
+    similarities, cost, misplaced, stale, steepness, classes, tall,
+    SLOTS: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The softmax of some rows of similarities over seen classes, less the identity, in parts (2, tall, tall)."""
+    if tl.load(stale) == 0:
+        return
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    top = tl.full([ROWS], LOWEST, dtype=tl.float32)
+    total = tl.zeros([ROWS], dtype=tl.float32)
+    for start in range(0, tall, COLUMNS):
+        columns = start + tl.arange(0, COLUMNS)
+        value = _similarities(similarities, cost, rows, columns, steepness, classes, tall, SLOTS, SPLIT)
+        highest = tl.maximum(top, tl.max(value, 1))
+        total = total * tl.exp(top - highest) + tl.sum(tl.exp(value - highest[:, None]), 1)
+        top = highest
+    for start in range(0, tall, COLUMNS):
+        columns = start + tl.arange(0, COLUMNS)
+        value = _similarities(similarities, cost, rows, columns, steepness, classes, tall, SLOTS, SPLIT)
+        chance = tl.exp(value - top[:, None]) / total[:, None] - (rows[:, None] == columns[None, :]).to(tl.float32)
+        mask = (rows < classes)[:, None] & (columns < tall)[None, :]
+        store_parts(misplaced, tall, tall, rows, columns, chance, mask)
+
+
+@triton.jit
+def _similarities(
+    similarities, cost, rows, columns, steepness, classes, tall, SLOTS: tl.constexpr, SPLIT: tl.constexpr
+):  # fmt: skip
+    """Similarities over the temperature, put together from the parts of their sum; LOWEST for classes not seen."""
+    place = similarities + rows[:, None] * tall + columns[None, :]
+    inside = (columns < tall)[None, :]
+    value = tl.load(place, mask=inside, other=0.0)
+    for part in tl.static_range(1, SPLIT):
+        value += tl.load(place + part * tall * tall, mask=inside, other=0.0)
+    known = tl.load(cost + columns * SLOTS, mask=columns < classes, other=float("inf")) < float("inf")
+    return tl.where(known[None, :], value * steepness, LOWEST)
+
+
+@triton.jit
+def pull(
+    misplaced, text_parts, visual_parts, out, stale, tall, wide,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """A tile of how the alignment pulls text, then visual prototypes: one of SPLIT parts of (2, SPLIT, tall, wide)."""
+    if tl.load(stale) == 0:
+        return
+    layer = tl.program_id(2)
+    if layer < SPLIT:
+        _pull(misplaced, visual_parts, out, layer, tall, wide, True, ROWS, COLUMNS, DEPTH, SPLIT)
+    else:
+        _pull(misplaced, text_parts, out, layer, tall, wide, False, ROWS, COLUMNS, DEPTH, SPLIT)
+
+
+@triton.jit
+def _pull(
+    misplaced, parts, out, layer, tall, wide,
+    TRANSPOSED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """A tile of the product of `misplaced` (tall, tall), or of it transposed, with `parts` (tall, wide)."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    span = tall // SPLIT
+    depth = (layer % SPLIT) * span + tl.arange(0, DEPTH)
+    b = parts + depth[:, None] * wide + columns[None, :]
+    if TRANSPOSED:
+        a = misplaced + depth[:, None] * tall + rows[None, :]
+    else:
+        a = misplaced + rows[:, None] * tall + depth[None, :]
+    total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    for _ in range(0, span, DEPTH):
+        a_large, a_small = tl.load(a), tl.load(a + tall * tall)
+        if TRANSPOSED:
+            total = product(tl.trans(a_large), tl.trans(a_small), tl.load(b), tl.load(b + tall * wide), total)
+            a += DEPTH * tall
+        else:
+            total = product(a_large, a_small, tl.load(b), tl.load(b + tall * wide), total)
+            a += DEPTH
+        b += DEPTH * wide
+    tl.store(out + (layer * tall + rows[:, None]) * wide + columns[None, :], total)

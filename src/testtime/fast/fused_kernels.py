@@ -1,0 +1,378 @@
+"""The kernels of `testtime.fast.fused`, in Triton: a step of DPE but for its alignment, as five launches.
+
+C classes, D features, V views, M slots. A softmax over classes is spread over programs, so each leaves a summary of
+its own classes and the next kernel merges them: the highest value, the sum of exp(value - highest), and the sum of
+(value - highest) exp(value - highest), from which follow its normaliser and its entropy. Large products are made of
+half-precision parts as in `testtime.fast.products`: three products of two parts each, summed in float32. Buffers of
+parts are padded with zeros to whole tiles, so that products need no masks.
+
+No program reads what another one of the same launch writes.
+"""
+
+# Triton reads the annotations of kernels itself, and knows but its own
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOWEST: tl.constexpr = tl.constexpr(-1e30)  # stands for minus infinity, and unlike it gives no NaN times zero
+SLOTS_AT_ONCE: tl.constexpr = tl.constexpr(8)  # chosen views that are read together
+SUMMARIES_AT_ONCE: tl.constexpr = tl.constexpr(64)
+
+
+# What the kernels share
+
+
+@triton.jit
+def halves(x):
+    """Two of half precision that add up to x, but for 2**-22 of it."""
+    large = x.to(tl.float16)
+    return large, (x - large.to(tl.float32)).to(tl.float16)
+
+
+@triton.jit
+def product(a_large, a_small, b_large, b_small, total):
+    """`total` plus the product of two matrices in parts; that of the small parts is below rounding."""
+    total = tl.dot(a_large, b_small, total)
+    total = tl.dot(a_small, b_large, total)
+    return tl.dot(a_large, b_large, total)
+
+
+@triton.jit
+def _directed(rows):
+    """Lengths (R,) and directions of rows (R, D); a zero row has length 1."""
+    # in float64, so that the order of the sum, which a compiler chooses anew for every kernel, leaves no trace
+    wide = rows.to(tl.float64)
+    length = tl.sqrt(tl.sum(wide * wide, 1)).to(tl.float32)
+    length = tl.where(length > 0, length, 1.0)
+    return length, rows / length[:, None]
+
+
+@triton.jit
+def _summary(values, real, axis: tl.constexpr):
+    """The summary of a softmax over those values along `axis` that are `real`."""
+    values = tl.where(real, values, LOWEST)
+    below = tl.where(real, values - tl.max(values, axis, keep_dims=True), 0.0)
+    chance = tl.where(real, tl.exp(below), 0.0)
+    return tl.max(values, axis), tl.sum(chance, axis), tl.sum(below * chance, axis)
+
+
+@triton.jit
+def _merged(top, total, weighted, axis: tl.constexpr):
+    """The summary of all, from summaries along `axis`; one of nothing is (LOWEST, 0, 0)."""
+    below = top - tl.max(top, axis, keep_dims=True)
+    share = tl.exp(below)
+    return tl.max(top, axis), tl.sum(total * share, axis), tl.sum((weighted + below * total) * share, axis)
+
+
+@triton.jit
+def _load_merged(summaries, blocks, BLOCKS: tl.constexpr):
+    """The summary of all classes, from the summaries (3, blocks) of some each."""
+    block = tl.arange(0, BLOCKS)
+    real = block < blocks
+    top = tl.load(summaries + block, mask=real, other=LOWEST)
+    total = tl.load(summaries + blocks + block, mask=real, other=0.0)
+    weighted = tl.load(summaries + 2 * blocks + block, mask=real, other=0.0)
+    return _merged(top, total, weighted, 0)
+
+
+@triton.jit
+def _store_summary(summaries, blocks, values, real):
+    """Leave this program's summary in its column of (3, blocks)."""
+    top, total, weighted = _summary(values, real, 0)
+    place = summaries + tl.program_id(0)
+    tl.store(place, top)
+    tl.store(place + blocks, total)
+    tl.store(place + 2 * blocks, weighted)
+
+
+@triton.jit
+def store_parts(parts, tall, wide, rows, column, directions, mask):
+    """Write directions (R, D) to the rows of their half-precision parts (2, tall, wide)."""
+    large, small = halves(directions)
+    place = parts + rows[:, None] * wide + column[None, :]
+    tl.store(place, large, mask=mask)
+    tl.store(place + tall * wide, small, mask=mask)
+
+
+@triton.jit
+def aim(vectors, lengths, parts, classes, dim, tall, wide, ROWS: tl.constexpr, DIM: tl.constexpr):
+    """Lengths (C,) of vectors (C, D), and their directions in parts: what a step keeps beside the state."""
+    rows, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, DIM)
+    real = rows < classes
+    mask = real[:, None] & (column < dim)[None, :]
+    tile = tl.load(vectors + rows[:, None] * dim + column[None, :], mask=mask, other=0.0)
+    length, directions = _directed(tile)
+    tl.store(lengths + rows, length, mask=real)
+    store_parts(parts, tall, wide, rows, column, directions, mask)
+
+
+# 1. which queue the image belongs to, and how confidently
+
+
+@triton.jit
+def view_logits(
+    views, text_parts, logits, summaries, scale, count, classes, dim, tall, wide,
+    VIEWS: tl.constexpr, CLASSES: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """Logits (views, tall) of some views for some classes, and of each view the summary (3, blocks, views)."""
+    block, blocks, padded = tl.program_id(0), tl.num_programs(0), tl.num_programs(1) * VIEWS
+    rows = tl.program_id(1) * VIEWS + tl.arange(0, VIEWS)
+    columns = block * CLASSES + tl.arange(0, CLASSES)
+    depth = tl.arange(0, DEPTH)
+    total = tl.zeros([VIEWS, CLASSES], dtype=tl.float32)
+    for start in range(0, dim, DEPTH):
+        inside = (rows < count)[:, None] & (start + depth < dim)[None, :]
+        view = tl.load(views + rows[:, None] * dim + (start + depth)[None, :], mask=inside, other=0.0)
+        large, small = halves(view)
+        place = text_parts + columns[None, :] * wide + (start + depth)[:, None]
+        total = product(large, small, tl.load(place), tl.load(place + tall * wide), total)
+    total *= scale
+    tl.store(logits + rows[:, None] * tall + columns[None, :], total)
+    top, sums, weighted = _summary(total, (columns < classes)[None, :], 1)
+    place = summaries + block * padded + rows
+    tl.store(place, top)
+    tl.store(place + blocks * padded, sums)
+    tl.store(place + 2 * blocks * padded, weighted)
+
+
+@triton.jit(do_not_specialize=["count", "keep"])
+def choose(
+    views, logits, summaries, feature, logit, votes, labels, blocks, count, keep, classes, dim, tall,
+    VIEWS: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """Some of the mean feature (D,) and the mean logit (C,) of the `keep` views of lowest entropy.
+
+    Of its classes a program leaves the vote's entropy and the highest mean logit in `votes` (2, parts), and whose it
+    is in `labels` (parts,). Every program chooses for itself: it is quicker than to wait for one that does.
+    """
+    part, parts = tl.program_id(0), tl.num_programs(0)
+    view = tl.arange(0, VIEWS)
+    top = tl.full([VIEWS], LOWEST, dtype=tl.float32)
+    total, weighted = tl.zeros([VIEWS], dtype=tl.float32), tl.zeros([VIEWS], dtype=tl.float32)
+    for start in range(0, blocks, SUMMARIES_AT_ONCE):
+        block = start + tl.arange(0, SUMMARIES_AT_ONCE)
+        place = summaries + block[:, None] * VIEWS + view[None, :]
+        real = (block < blocks)[:, None]
+        more_top = tl.load(place, mask=real, other=LOWEST)
+        more_total = tl.load(place + blocks * VIEWS, mask=real, other=0.0)
+        more_weighted = tl.load(place + 2 * blocks * VIEWS, mask=real, other=0.0)
+        more_top, more_total, more_weighted = _merged(more_top, more_total, more_weighted, 0)
+        highest = tl.maximum(top, more_top)
+        share, more_share = tl.exp(top - highest), tl.exp(more_top - highest)
+        weighted = (weighted + (top - highest) * total) * share
+        weighted += (more_weighted + (more_top - highest) * more_total) * more_share
+        total = total * share + more_total * more_share
+        top = highest
+    normaliser = top + tl.log(total)
+    entropy = tl.where(view < count, tl.log(total) - weighted / total, float("inf"))
+    lower = entropy[:, None] < entropy[None, :]
+    earlier = (entropy[:, None] == entropy[None, :]) & (view[:, None] < view[None, :])
+    rank = tl.sum((lower | earlier).to(tl.int32), 0)
+
+    place = part * PART + tl.arange(0, PART)
+    is_class, is_feature = place < classes, place < dim
+    mean, vote = tl.zeros([PART], dtype=tl.float32), tl.zeros([PART], dtype=tl.float32)
+    image = tl.zeros([PART], dtype=tl.float32)
+    for first in range(0, keep, SLOTS_AT_ONCE):
+        slot = first + tl.arange(0, SLOTS_AT_ONCE)
+        here = (rank[None, :] == slot[:, None]) & (view < count)[None, :]
+        row = tl.min(tl.where(here, view[None, :], count - 1), 1)
+        base = tl.sum(tl.where(here, normaliser[None, :], 0.0), 1)
+        real = (slot < keep)[:, None]
+        mask = real & is_class[None, :]
+        value = tl.load(logits + row[:, None] * tall + place[None, :], mask=mask, other=0.0)
+        mean += tl.sum(value, 0)
+        vote += tl.sum(tl.exp(tl.where(mask, value - base[:, None], LOWEST)), 0)
+        value = tl.load(views + row[:, None] * dim + place[None, :], mask=real & is_feature[None, :], other=0.0)
+        image += tl.sum(value, 0)
+    mean, vote, image = mean / keep, vote / keep, image / keep
+    tl.store(logit + place, mean, mask=is_class)
+    tl.store(feature + place, image, mask=is_feature)
+    best = tl.max(tl.where(is_class, mean, LOWEST), 0)
+    tl.store(votes + part, -tl.sum(vote * tl.log(tl.where(vote > 0, vote, 1.0)), 0))
+    tl.store(votes + parts + part, best)
+    tl.store(labels + part, tl.min(tl.where(is_class & (mean == best), place, classes - 1), 0))
+
+
+# 2. evolve the visual prototypes
+
+
+@triton.jit
+def push(
+    feature, logit, votes, labels, keys, cost, visual, lengths, visual_parts, boosts, summaries, seen, stale,
+    per_nat, alpha, beta, parts, classes, dim, tall, wide,
+    SLOTS: tl.constexpr, SLOTS_ROUND: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """The affinity (C,) of the mean feature to some visual prototypes, after it was offered to its class's queue.
+
+    As `bank.push`: it takes the place of the worst if it is strictly better, behind its equals. The class's visual
+    prototype follows, and the number of classes `seen`. Leaves summaries of the softmax over logit plus affinity.
+    """
+    # the label and its cost, from the programs of `choose`
+    part = tl.arange(0, PARTS)
+    best = tl.load(votes + parts + part, mask=part < parts, other=LOWEST)
+    label = tl.load(labels + part, mask=part < parts, other=0)
+    label = tl.min(tl.where(best == tl.max(best, 0), label, classes - 1), 0)
+    price = tl.sum(tl.load(votes + part, mask=part < parts, other=0.0), 0) * per_nat
+
+    first = tl.program_id(0) * ROWS
+    rows, column = first + tl.arange(0, ROWS), tl.arange(0, DIM)
+    real, inside = rows < classes, column < dim
+    mask = real[:, None] & inside[None, :]
+    tile = tl.load(visual + rows[:, None] * dim + column[None, :], mask=mask, other=0.0)
+    known = tl.load(cost + rows * SLOTS, mask=real, other=float("inf")) < float("inf")
+    image = tl.load(feature + column, mask=inside, other=0.0)
+
+    mine = (label >= first) & (label < first + ROWS)
+    queue = cost + label * SLOTS
+    taken = price < tl.load(queue + SLOTS - 1, mask=mine, other=LOWEST)
+    if taken:
+        slot = tl.arange(0, SLOTS_ROUND)
+        before = tl.load(queue + slot, mask=slot < SLOTS, other=float("inf"))
+        place = tl.sum(((slot < SLOTS) & (before <= price)).to(tl.int32), 0)
+        source = tl.where(slot < place, slot, slot - 1)
+        stays = (slot < SLOTS) & (slot != place)
+        costs = tl.load(queue + source, mask=stays, other=float("inf"))
+        costs = tl.where(slot == place, price, costs)
+        held = keys + (label * SLOTS + source)[:, None] * dim + column[None, :]
+        held = tl.load(held, mask=stays[:, None] & inside[None, :], other=0.0)
+        held = tl.where((slot == place)[:, None], image[None, :], held)
+        filled = tl.sum((costs < float("inf")).to(tl.int32), 0)
+        mean = tl.sum(held, 0) / filled
+        is_first = tl.sum((before < float("inf")).to(tl.int32), 0) == 0
+        tl.debug_barrier()  # all is read before any of it is moved
+        tl.store(queue + slot, costs, mask=slot < SLOTS)
+        target = keys + (label * SLOTS + slot)[:, None] * dim + column[None, :]
+        tl.store(target, held, mask=(slot < SLOTS)[:, None] & inside[None, :])
+        tl.store(visual + label * dim + column, mean, mask=inside)
+        tl.store(seen, tl.load(seen) + is_first.to(tl.int32))
+        tl.store(stale, 1)
+        known = known | (rows == label)
+        tile = tl.where((rows == label)[:, None], mean[None, :], tile)
+    length, directions = _directed(tile)
+    if taken:
+        tl.store(lengths + rows, length, mask=rows == label)
+        store_parts(visual_parts, tall, wide, rows, column, directions, (rows == label)[:, None] & mask)
+
+    near = tl.sum(directions * image[None, :], 1)
+    boost = tl.where(known, alpha * tl.exp(beta * (near - 1)), 0.0)
+    tl.store(boosts + rows, boost, mask=real)
+    value = tl.load(logit + rows, mask=real, other=0.0) + boost
+    _store_summary(summaries, tl.num_programs(0), value, real)
+
+
+# 3. prototype residual learning, down the slope of the entropy and the pull of `fused_alignment`
+
+
+@triton.jit
+def _nudged(start, length, pulls, side, rows, column, mask, tall, wide, weight, image, soft, rate,
+            SPLIT: tl.constexpr, PULLED: tl.constexpr):  # fmt: skip
+    """Rows (R, D) after one step of AdamW from zero residuals on `start`: see `kernels.nudge`."""
+    slope = weight[:, None] * image[None, :]
+    if PULLED:
+        for part in tl.static_range(SPLIT):
+            place = pulls + ((side * SPLIT + part) * tall + rows[:, None]) * wide + column[None, :]
+            slope += tl.load(place, mask=mask, other=0.0)
+    directions = start / length[:, None]
+    slope -= tl.sum(slope * directions, 1)[:, None] * directions
+    return start - rate * slope / (tl.abs(slope) + (soft * length)[:, None])
+
+
+@triton.jit
+def answer(
+    view, text, text_lengths, visual, visual_lengths, cost, feature, logit, boosts, summaries, pulls, moved,
+    moved_lengths, logits, answers, updates, updates_before, seen, stale,
+    scale, alpha, beta, entropy_weight, align_weight, eps, lr_text, lr_visual, classes, dim, tall, wide,
+    SLOTS: tl.constexpr, SPLIT: tl.constexpr, LEARNS: tl.constexpr, PULLED: tl.constexpr, EVOLVES: tl.constexpr,
+    ROWS: tl.constexpr, DIM: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Logits (C,) of the clean view for some classes, after both sets of prototypes were nudged.
+
+    Leaves the nudged text prototypes (C, D) and their lengths (C,), and summaries of the softmax of the answer.
+    """
+    blocks = tl.num_programs(0)
+    rows, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, DIM)
+    real, inside = rows < classes, column < dim
+    mask = real[:, None] & inside[None, :]
+    place = rows[:, None] * dim + column[None, :]
+    text_rows = tl.load(text + place, mask=mask, other=0.0)
+    visual_rows = tl.load(visual + place, mask=mask, other=0.0)
+    text_length = tl.load(text_lengths + rows, mask=real, other=1.0)
+    visual_length = tl.load(visual_lengths + rows, mask=real, other=1.0)
+    known = tl.load(cost + rows * SLOTS, mask=real, other=float("inf")) < float("inf")
+    clean = tl.load(view + column, mask=inside, other=0.0)
+    if LEARNS:
+        # the entropy of the softmax by each logit, then by each prototype: a multiple of the mean feature
+        boost = tl.load(boosts + rows, mask=real, other=0.0)
+        value = tl.where(real, tl.load(logit + rows, mask=real, other=0.0) + boost, LOWEST)
+        top, total, weighted = _load_merged(summaries, blocks, BLOCKS)
+        log_p = value - top - tl.log(total)
+        gain = 1.0
+        if PULLED:
+            gain = align_weight / tl.maximum(tl.load(seen), 1)
+        slope = tl.exp(log_p) * (weighted / total - tl.log(total) - log_p) * (entropy_weight / gain)
+        image = tl.load(feature + column, mask=inside, other=0.0)
+        text_rows = _nudged(
+            text_rows, text_length, pulls, 0, rows, column, mask, tall, wide,
+            scale * slope, image, eps / gain, lr_text, SPLIT, PULLED,
+        )  # fmt: skip
+        visual_rows = _nudged(
+            visual_rows, visual_length, pulls, 1, rows, column, mask, tall, wide,
+            beta * boost * slope, image, eps / gain, lr_visual, SPLIT, PULLED,
+        )  # fmt: skip
+        text_length = tl.maximum(tl.sqrt(tl.sum(text_rows * text_rows, 1)), 1e-12)
+        visual_length = tl.maximum(tl.sqrt(tl.sum(visual_rows * visual_rows, 1)), 1e-12)
+
+    # 4. prototype-based inference with both sets
+    near = tl.sum(visual_rows * clean[None, :], 1) / visual_length
+    value = scale * (tl.sum(text_rows * clean[None, :], 1) / text_length)
+    value += tl.where(known, alpha * tl.exp(beta * (near - 1)), 0.0)
+    tl.store(logits + rows, value, mask=real)
+    if EVOLVES:
+        tl.store(moved + place, text_rows, mask=mask)
+        tl.store(moved_lengths + rows, text_length, mask=real)
+        _store_summary(answers, blocks, value, real)
+    if tl.program_id(0) == 0:
+        tl.store(stale, 0)
+        tl.store(updates_before, tl.load(updates))
+
+
+# 5. evolve the text prototypes with images that are confident enough
+
+
+@triton.jit(do_not_specialize=["prompt_count"])
+def evolve(
+    text, lengths, text_parts, moved, moved_lengths, answers, updates, updates_before, stale,
+    per_nat, threshold, share, prompt_count, classes, dim, tall, wide,
+    BELOW: tl.constexpr, CUMULATIVE: tl.constexpr, RENORMALISES: tl.constexpr,
+    ROWS: tl.constexpr, DIM: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Move some text prototypes towards the nudged ones, if the answer's entropy lets them learn."""
+    top, total, weighted = _load_merged(answers, tl.num_programs(0), BLOCKS)
+    entropy = (tl.log(total) - weighted / total) * per_nat
+    if (entropy < threshold).to(tl.int32) != BELOW:
+        return
+    before = tl.load(updates_before)
+    if CUMULATIVE:
+        share = 1.0 / (before + prompt_count + 1).to(tl.float32)
+    rows, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, DIM)
+    real = rows < classes
+    mask = real[:, None] & (column < dim)[None, :]
+    place = rows[:, None] * dim + column[None, :]
+    tile = tl.load(text + place, mask=mask, other=0.0)
+    towards = tl.load(moved + place, mask=mask, other=0.0)
+    towards /= tl.load(moved_lengths + rows, mask=real, other=1.0)[:, None]
+    tile += share * (towards - tile)
+    if RENORMALISES:
+        _, tile = _directed(tile)
+    length, directions = _directed(tile)
+    tl.debug_barrier()  # all is read before any of it is moved
+    tl.store(text + place, tile, mask=mask)
+    tl.store(lengths + rows, length, mask=real)
+    store_parts(text_parts, tall, wide, rows, column, directions, mask)
+    if tl.program_id(0) == 0:
+        tl.store(updates, before + 1)
+        tl.store(stale, 1)

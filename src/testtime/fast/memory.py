@@ -1,0 +1,107 @@
+"""DMN-ZS on the CPU without copies: a memory that changes a slot at a time, read once for each image.
+
+What it does beyond `methods.dmn`, the twin that reads like the paper:
+
+- a memory that takes an image in changes one slot, in place;
+- a class's vector is made and used while its memories are in a cache, so the memory, 100 MB at 1000 classes, is read
+  once and no other array of its size is written;
+- empty slots, which are zero and weigh nothing, are not looked at.
+
+Views vote by the same operations as there, once for all settings, so states are the same bit for bit.
+S settings side by side, C classes, M slots, D features.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from testtime import fast
+from testtime.fast.loops import Array, compiled, dot, owned
+from testtime.methods.dmn import DMN, State
+from testtime.types import Task
+
+
+class Runner(fast.Runner):
+    """S runs of DMN-ZS over one stream; see `fast.Runner`."""
+
+    def __init__(self, task: Task, methods: Sequence[DMN], states: Sequence[State] | None = None) -> None:
+        self.task, self.methods, self.text = task, methods, task.text.numpy()
+        states = states or [method.init(task) for method in methods]
+        self.features = [owned(state.features) for state in states]  # (C, M, D) each
+        self.entropy = [owned(state.entropy) for state in states]  # (C, M) each
+        self.used = [_used(entropy) for entropy in self.entropy]  # (C,) each
+        self.remembers = any(method.memory_size for method in methods)
+
+    def step(self, views: Tensor) -> tuple[Tensor, list[bool]]:
+        """Scores (S, C) for one image's unit views (V, D), and which runs learned from it."""
+        task, clean = self.task, views[0].numpy()
+        cosine = task.text @ views[0]
+        label, entropy = 0, cosine.new_tensor(math.inf)  # what no memory takes
+        if self.remembers:
+            vote = self.methods[0].vote(task, views)
+            label, entropy = int(vote.argmax()), -(vote * (vote + 1e-8).log()).sum()
+        text_prob = (task.scale * cosine).softmax(0)
+        logits = text_prob.new_empty(len(self.methods), task.classes)
+        # 1. the memory keeps the clean view; nothing before this line changes it
+        memories = list(zip(self.features, self.entropy, self.used, strict=True))
+        learned = [remember(*memory, label, clean, entropy.numpy()[()]) for memory in memories]
+        # 2. the class vectors that this image reads from it
+        for method, (features, _, used), row in zip(self.methods, memories, logits.numpy(), strict=True):
+            numbers = (row.dtype.type(number) for number in (method.beta, task.scale))
+            read(features, used, self.text, clean, cosine.numpy(), *numbers, row)
+        # 3. both classifiers
+        scores = [
+            method.fusion_text * text_prob + method.fusion_memory * row.softmax(0)
+            for method, row in zip(self.methods, logits, strict=True)
+        ]
+        return torch.stack(scores), learned
+
+    def states(self) -> list[State]:
+        """The state of each run; a copy."""
+        pairs = zip(self.features, self.entropy, strict=True)
+        return [State(*(torch.from_numpy(part.copy()) for part in pair)) for pair in pairs]
+
+
+def _used(entropy: Array) -> Array:
+    """How many slots of each class may hold something: up to the last that is not infinitely uncertain."""
+    return (np.isfinite(entropy) * np.arange(1, entropy.shape[1] + 1)).max(1, initial=0)
+
+
+@compiled
+def remember(features: Array, entropy: Array, used: Array, label: int, clean: Array, price: float) -> bool:
+    """Offer a class's memory one feature (D,): it replaces the first of the most uncertain, if that is worse."""
+    slots, slot = entropy.shape[1], 0
+    for m in range(slots):
+        if entropy[label, m] > entropy[label, slot]:
+            slot = m
+    taken = slots > 0 and price < entropy[label, slot]
+    if taken:
+        features[label, slot] = clean
+        entropy[label, slot] = price
+        used[label] = max(used[label], slot + 1)
+    return taken
+
+
+@compiled
+def read(
+    features: Array, used: Array, text: Array, clean: Array, cosine: Array, beta: float, scale: float, logits: Array
+) -> None:
+    """Logits (C,) of the clean view by the vectors that it reads: keys weighed by their affinity to it."""
+    classes, _, dim = features.shape
+    vector, one = np.empty(dim, features.dtype), features.dtype.type(1)
+    for c in range(classes):
+        weight = math.exp(beta * (cosine[c] - one))
+        for d in range(dim):
+            vector[d] = weight * text[c, d]
+        for m in range(used[c]):
+            key = features[c, m]
+            weight = math.exp(beta * (dot(key, clean) - one))
+            for d in range(dim):
+                vector[d] += weight * key[d]
+        length = math.sqrt(dot(vector, vector))
+        logits[c] = scale * dot(vector, clean) / max(length, 1e-12)

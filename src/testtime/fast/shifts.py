@@ -1,0 +1,85 @@
+"""TPS on the CPU in one pass: each class's prototype is shifted, used and forgotten while it is in a cache.
+
+What it does beyond `methods.tps`, the twin that reads like the paper: the directions of the text prototypes, from which
+every image starts anew, are kept; and of the shifts, which are as large as the prototypes, nothing is written down. One
+step of AdamW from zero, in double as there. S settings side by side, R confident views, C classes, D features.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from testtime import fast, ops
+from testtime.fast.loops import Array, compiled, dot
+from testtime.methods.tps import TPS, State
+from testtime.types import Task
+
+
+class Runner(fast.Runner):
+    """S runs of TPS over one stream; see `fast.Runner`."""
+
+    def __init__(self, task: Task, methods: Sequence[TPS], states: Sequence[State] | None = None) -> None:
+        self.task, self.methods, self.text = task, methods, task.text.numpy()
+        self.at = ops.prototypes(task.text.double())
+        self.rates = np.array([method.lr if method.steps else 0.0 for method in methods])
+        self.eps = np.array([method.adamw_eps for method in methods])
+
+    def step(self, views: Tensor) -> tuple[Tensor, list[bool]]:
+        """Logits (S, C) for one image's unit views (V, D); no run learns from it."""
+        task, direction = self.task, self.at.direction
+        logits = views.new_empty(len(self.methods), task.classes)
+        every = views.double()
+        scores = task.scale * (every @ direction.T)  # (V, C)
+        chosen = ops.confident(scores, self.methods[0].selection)
+        rows, p = every[chosen], scores[chosen].softmax(1)
+        log_mean = p.mean(0).clamp_min(torch.finfo(p.dtype).tiny).log()
+        slope = p * ((p @ log_mean)[:, None] - log_mean) * (task.scale / len(rows))
+        numbers = self.rates, self.eps, task.scale, logits.numpy()
+        answer(self.text, *(part.numpy() for part in (*self.at, slope.T.contiguous(), rows, views[0])), *numbers)
+        return logits, [False] * len(self.methods)
+
+    def states(self) -> list[State]:
+        """Nothing is remembered."""
+        return [State() for _ in self.methods]
+
+
+@compiled
+def answer(
+    text: Array,
+    direction: Array,
+    length: Array,
+    slope: Array,
+    rows: Array,
+    clean: Array,
+    rates: Array,
+    eps: Array,
+    scale: float,
+    logits: Array,
+) -> None:
+    """Logits (S, C) of the clean view (D,) by text prototypes (C, D) that have moved one step down the entropy.
+
+    `direction` (C, D) and `length` (C, 1) are the prototypes taken apart, in double; the gradient by a direction is
+    `slope` (C, R) times `rows` (R, D), less what lies along it, which cannot turn it.
+    """
+    classes, dim = text.shape
+    gradient, moved = np.empty(dim, direction.dtype), np.empty(dim, text.dtype)
+    for c in range(classes):
+        gradient[:] = 0
+        for r in range(len(rows)):
+            weight = slope[c, r]
+            for d in range(dim):
+                gradient[d] += weight * rows[r, d]
+        along, over = dot(gradient, direction[c]), 1 / length[c, 0]
+        for d in range(dim):
+            gradient[d] = (gradient[d] - along * direction[c, d]) * over
+        for s in range(len(rates)):
+            rate, soft = rates[s], eps[s]
+            for d in range(dim):
+                # rounded as a shift is, before it is added
+                moved[d] = text[c, d] + text.dtype.type(-rate * gradient[d] / (abs(gradient[d]) + soft))
+            logits[s, c] = scale * dot(moved, clean) / max(math.sqrt(dot(moved, moved)), 1e-12)

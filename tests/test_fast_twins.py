@@ -1,0 +1,169 @@
+"""The fast twins of TDA, TPS and DMN-ZS against the methods themselves, from the same states and over whole streams."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tolerances import assert_close
+
+import testtime as tt
+from testtime import fast, oracle
+from testtime.methods.base import leaves
+from testtime.methods.dmn import DMN
+from testtime.methods.tda import TDA
+from testtime.methods.tps import TPS
+from testtime.sweeps import sweep
+
+CASES = {
+    "tda, released": TDA(),
+    "tda, no positive cache": TDA(pos_capacity=0),
+    "tda, no negative cache": TDA(neg_capacity=0),
+    "tda, no cache": TDA(pos_capacity=0, neg_capacity=0),
+    "tda, one slot each": TDA(pos_capacity=1, neg_capacity=1),
+    "tda, every class possible": TDA(neg_mask_lower=0.0, neg_entropy_lower=0.0, neg_entropy_upper=1.0),
+    "tda, less than nothing possible": TDA(neg_mask_lower=-1.0, neg_entropy_upper=1.0, neg_alpha=0.5),
+    "tda, unlikely classes possible": TDA(neg_mask_lower=1e-4, neg_mask_upper=0.3, neg_entropy_lower=0.01),
+    "tda, blunt": TDA(pos_beta=0.0, neg_beta=0.0),
+    "tda, all views": TDA(selection=1.0),
+    "tps, released": TPS(),
+    "tps, no step": TPS(steps=0),
+    "tps, slow": TPS(lr=1e-4, adamw_eps=1e-2, adamw_betas=(0.5, 0.5), adamw_weight_decay=0.3),
+    "tps, all views": TPS(selection=1.0),
+    "dmn, released": DMN(),
+    "dmn, small": DMN(memory_size=3, beta=1.0, fusion_memory=0.3),
+    "dmn, one slot": DMN(memory_size=1, fusion_text=0.0),
+    "dmn, no memory": DMN(memory_size=0),
+    "dmn, all views": DMN(selection=1.0, beta=0.0),
+}
+every_case = pytest.mark.parametrize("method", CASES.values(), ids=CASES.keys())
+one_of_each = pytest.mark.parametrize("method", [TDA(), TPS(), DMN(memory_size=3)], ids=lambda method: method.name)
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+
+
+def toy(dtype: torch.dtype = torch.float32, views: int = 12, images: int = 60) -> tuple[tt.Task, torch.Tensor]:
+    task, stream, _ = tt.toy(classes=10, dim=24, images=images, views=views)
+    return task.to(dtype=dtype), stream.to(dtype)
+
+
+def with_ties(task: tt.Task, stream: torch.Tensor) -> tuple[tt.Task, torch.Tensor]:
+    """The same with classes of equal prototypes, images that come back, and views that are equal."""
+    text = task.text.clone()
+    text[7], text[9] = text[2], text[4]
+    stream = torch.cat([stream, stream[::3], stream[::3]])
+    if stream.shape[1] > 3:
+        stream[:, 3:6] = stream[:, 2:3]
+    return replace(task, text=text), stream
+
+
+def followed(task: tt.Task, method: Any, stream: torch.Tensor) -> None:
+    """Hold every step of the twin, made anew from the plain state, to the method's own."""
+    state = method.init(task)
+    for image in stream:
+        runner = fast.runner(task, [method], [state])
+        assert runner is not None
+        kept = [leaf.clone() for leaf in leaves(state)]
+        (logits,), (learned,) = runner.step(image)
+        expected, after = method.step(task, state, image)
+        assert_close(logits, expected, "twin", "logits")
+        assert learned == method.learned(state, after)
+        assert all(map(torch.equal, leaves(state), kept)), "the state given is left alone"
+        assert all(map(torch.equal, leaves(runner.states()[0]), leaves(after)))
+        state = after
+
+
+@every_case
+@every_dtype
+@pytest.mark.parametrize("views", [1, 20])
+def test_each_step_is_the_method_s_own_from_the_same_state(method: Any, dtype: torch.dtype, views: int) -> None:
+    task, stream = toy(dtype, views)
+    followed(task, method, stream[:30])
+
+
+@every_case
+@pytest.mark.parametrize("views", [1, 12])
+def test_ties_are_broken_as_the_method_breaks_them(method: Any, views: int) -> None:
+    task, stream = with_ties(*toy(views=views, images=24))
+    followed(task, method, stream)
+
+
+@every_case
+def test_a_stream_through_the_twin_ends_where_the_method_s_own_does(method: Any) -> None:
+    task, stream = toy(images=200)
+    twin, plain = tt.Session(task, method), tt.Session(task, method, reference=True)
+    ours, expected = twin.scan(stream), plain.scan(stream)
+    assert_close(ours, expected, "twin")
+    assert torch.equal(ours.argmax(1), expected.argmax(1))
+    assert all(map(torch.equal, leaves(twin.state), leaves(plain.state)))
+
+
+@one_of_each
+def test_a_run_that_is_saved_and_loaded_goes_on_bit_for_bit(method: Any, tmp_path) -> None:
+    task, stream = toy()
+    whole = tt.Session(task, method).scan(stream)
+    session = tt.Session(task, method)
+    session.scan(stream[:31])
+    session.save(tmp_path / "s.safetensors")
+    assert torch.equal(tt.Session.load(tmp_path / "s.safetensors", task).scan(stream[31:]), whole[31:])
+    fork = session.fork()
+    session.scan(stream[31:40])
+    assert torch.equal(fork.scan(stream[31:]), whole[31:])
+
+
+GRIDS = {
+    "tda": [TDA(pos_alpha=alpha, pos_capacity=slots) for alpha in (1.0, 3.0) for slots in (0, 2)],
+    "tps": [TPS(lr=rate, adamw_eps=eps) for rate in (1e-3, 5e-3) for eps in (1e-8, 1e-3)],
+    "dmn": [DMN(beta=beta, memory_size=slots) for beta in (1.0, 5.5) for slots in (0, 3)],
+}
+
+
+@pytest.mark.parametrize("methods", GRIDS.values(), ids=GRIDS.keys())
+def test_settings_side_by_side_give_what_each_gives_alone(methods: list[Any]) -> None:
+    task, stream = toy()
+    assert len({fast.shape(task, method) for method in methods}) == 1
+    together = sweep(task, methods, stream.split(25))
+    for method, logits in zip(methods, together, strict=True):
+        assert torch.equal(logits, tt.Session(task, method).scan(stream))
+
+
+def test_different_methods_never_run_side_by_side() -> None:
+    task, _ = toy()
+    assert len({fast.shape(task, method) for method in (TDA(), TPS(), DMN(), TDA(selection=0.2))}) == 4
+    assert fast.runner(task, [TDA(), DMN()]) is None
+
+
+def test_several_steps_of_tps_are_left_to_the_method() -> None:
+    task, stream = toy()
+    assert fast.runner(task, [TPS(steps=2)]) is None
+    plain = tt.Session(task, TPS(steps=2), reference=True).scan(stream)
+    assert torch.equal(tt.Session(task, TPS(steps=2)).scan(stream), plain)
+
+
+def test_a_class_derived_from_a_method_is_not_replaced_by_its_twin() -> None:
+    class Own(TDA):
+        pass
+
+    task, _ = toy()
+    assert fast.runner(task, [Own()]) is None
+    assert fast.runner(task, [oracle.parts_of(DMN())]) is None
+
+
+def test_a_state_that_holds_more_than_probabilities_is_asked_in_full() -> None:
+    """A state comes from a file, which may hold anything: here every class is likely."""
+    task, stream = toy()
+    method = TDA()
+    state = method.init(task)
+    negative = state.negative._replace(keys=state.negative.keys + 0.1, cost=torch.zeros_like(state.negative.cost))
+    state = state._replace(negative=negative, negative_prob=torch.full_like(state.negative_prob, 0.9))
+    (logits,), _ = fast.runner(task, [method], [state]).step(stream[0])  # type: ignore[union-attr]
+    assert_close(logits, method.step(task, state, stream[0])[0], "twin")
+
+
+@one_of_each
+def test_without_numba_the_method_s_own_steps_do_the_work(method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    task, stream = toy()
+    monkeypatch.setattr(fast, "find_spec", lambda name: None)
+    assert fast.runner(task, [method]) is None
+    assert torch.equal(tt.Session(task, method).scan(stream), tt.Session(task, method, reference=True).scan(stream))
