@@ -38,7 +38,7 @@ from step import full_state  # noqa: E402
 import testtime as tt  # noqa: E402
 from testtime import ops  # noqa: E402
 from testtime.encode import encode_views  # noqa: E402
-from testtime.fast import graph, pipeline  # noqa: E402
+from testtime.fast import fused, graph, pipeline  # noqa: E402
 from testtime.fast import views as fast_views  # noqa: E402
 from testtime.fast.draw import draw  # noqa: E402
 from testtime.fast.encoder import FastEncoder  # noqa: E402
@@ -176,12 +176,20 @@ def step(bench: Bench) -> None:
         with torch.inference_mode():
             bench.note("step", f"{name}, plain", bench.ms(partial(method.scan, task, start, stream)) / len(stream))
             expected, _ = method.scan(task, start, stream)
-        for compile in (True, False) if bench.gpu else (False,):
+        ways = {"runner": {}}
+        if bench.gpu:
+            ways = {
+                "compiled and captured": {"compile": True, "kernels": False},
+                "captured": {"compile": False, "kernels": False},
+            }
+        if bench.gpu and fused.fits(method, task, bench.views):
+            ways["own kernels, captured"] = {"compile": False, "kernels": True}
+        for way, options in ways.items():
             began = time.perf_counter()
-            runner = graph.Runner(method, task, bench.views, compile=compile)
+            runner = graph.Runner(method, task, bench.views, **options)
             runner.load(task, start)
             logits = runner.run(stream)
-            kind = f"{name}, {'compiled and ' if compile else ''}captured" if bench.gpu else f"{name}, runner"
+            kind = f"{name}, {way}"
             runner.run(many)
             bench.wait()
             bench.note("step", f"{kind}: seconds to prepare", time.perf_counter() - began, "s")
@@ -428,7 +436,7 @@ STAGES: dict[str, Callable[[Bench], None]] = {
 
 # what one H200 should reach with 1000 classes and 64 views: stage, entry, at most
 TARGETS = (
-    ("step", "dpe, compiled and captured", 0.1),
+    ("step", "dpe, own kernels, captured", 0.1),
     *(("whole", f"ViT-B-16, crops, decoded, batch {batch}, a stream, each", 7.0) for batch in (1, 4)),
     *(("whole", f"ViT-B-16, crops, decoded, batch {batch}, over encoder alone", 1.1) for batch in (1, 4)),
     *(("whole", f"ViT-B-16, AugMix, decoded, batch {batch}, over encoder alone", 1.3) for batch in (1, 4)),

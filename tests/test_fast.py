@@ -153,3 +153,13 @@ def test_without_torch_s_products_the_method_s_own_steps_do_the_work(monkeypatch
     assert fast.runner(task, [DPE()]) is None
     assert len(tt.sweep(task, [DPE(), DPE(alpha=1.0)], [stream])) == 2
     assert not blas.reach(Path("nowhere"))
+
+
+def test_an_image_that_is_nearly_certain_leaves_no_number_of_fewer_digits() -> None:
+    # such numbers slow every loop they get into twentyfold
+    task, stream, _ = toy(torch.float32)
+    runner = dpe.Runner(task, [DPE()])
+    runner.scan(tt.ops.unit(task.text + 1e-4 * stream[0])[:, None])
+    for side in (runner.runs[0].run.text, runner.runs[0].run.visual):
+        for numbers in side:
+            assert not ((abs(numbers) > 0) & (abs(numbers) < torch.finfo(torch.float32).tiny)).any()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -78,7 +79,8 @@ def replay(
     chosen = replays.recorded_settings(store, method) if recorded else {}
     made = method_of(method, preset, settings, chosen)
     with progress("images", min(len(store), limit or len(store)), quiet=as_json) as advance:
-        result = (oracles.replay if oracle else replays.replay)(
+        way = oracles.replay if oracle else partial(replays.replay, keep_logits=output is not None)
+        result = way(
             store,
             made,
             dtype=dtype,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from testtime.fast.fused_kernels import LOWEST, product, store_parts
+from testtime.fast.fused_kernels import GRADE, LOWEST, product, store_parts
 
 
 @triton.jit
@@ -35,7 +35,7 @@ def similarity(
         total = product(tl.load(a), tl.load(a + small), tl.load(b), tl.load(b + small), total)
         a += DEPTH
         b += DEPTH
-    tl.store(out + part * tall * tall + rows[:, None] * tall + columns[None, :], total)
+    tl.store(out + part * tall * tall + rows[:, None] * tall + columns[None, :], total / (GRADE * GRADE))
 
 
 @triton.jit
@@ -48,17 +48,23 @@ def misplace(
         return
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     top = tl.full([ROWS], LOWEST, dtype=tl.float32)
-    total = tl.zeros([ROWS], dtype=tl.float32)
+    others, own = tl.zeros([ROWS], dtype=tl.float32), tl.zeros([ROWS], dtype=tl.float32)
     for start in range(0, tall, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
         value = _similarities(similarities, cost, rows, columns, steepness, classes, tall, SLOTS, SPLIT)
+        mine = rows[:, None] == columns[None, :]
         highest = tl.maximum(top, tl.max(value, 1))
-        total = total * tl.exp(top - highest) + tl.sum(tl.exp(value - highest[:, None]), 1)
+        chance = tl.exp(value - highest[:, None])
+        others = others * tl.exp(top - highest) + tl.sum(tl.where(mine, 0.0, chance), 1)
+        own = own * tl.exp(top - highest) + tl.sum(tl.where(mine, chance, 0.0), 1)
         top = highest
+    total = others + own
     for start in range(0, tall, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
         value = _similarities(similarities, cost, rows, columns, steepness, classes, tall, SLOTS, SPLIT)
-        chance = tl.exp(value - top[:, None]) / total[:, None] - (rows[:, None] == columns[None, :]).to(tl.float32)
+        mine = rows[:, None] == columns[None, :]
+        # one's own chance less 1 is what the others have: to the last digit, even where that is little
+        chance = tl.where(mine, -others[:, None], tl.exp(value - top[:, None])) / total[:, None]
         mask = (rows < classes)[:, None] & (columns < tall)[None, :]
         store_parts(misplaced, tall, tall, rows, columns, chance, mask)
 
@@ -117,4 +123,4 @@ def _pull(
             total = product(a_large, a_small, tl.load(b), tl.load(b + tall * wide), total)
             a += DEPTH
         b += DEPTH * wide
-    tl.store(out + (layer * tall + rows[:, None]) * wide + columns[None, :], total)
+    tl.store(out + (layer * tall + rows[:, None]) * wide + columns[None, :], total / (GRADE * GRADE))

@@ -2,9 +2,10 @@
 
 C classes, D features, V views, M slots. A softmax over classes is spread over programs, so each leaves a summary of
 its own classes and the next kernel merges them: the highest value, the sum of exp(value - highest), and the sum of
-(value - highest) exp(value - highest), from which follow its normaliser and its entropy. Large products are made of
-half-precision parts as in `testtime.fast.products`: three products of two parts each, summed in float32. Buffers of
-parts are padded with zeros to whole tiles, so that products need no masks.
+(value - highest) exp(value - highest), from which follow its normaliser and its entropy. They are in float64: where
+one class has nearly all, an entropy and its slope are what is left of numbers that nearly cancel. Large products are
+made of half-precision parts as in `testtime.fast.products`: three products of two parts each, summed in float32.
+Buffers of parts are padded with zeros to whole tiles, so that products need no masks.
 
 No program reads what another one of the same launch writes.
 """
@@ -18,6 +19,7 @@ import triton
 import triton.language as tl
 
 LOWEST: tl.constexpr = tl.constexpr(-1e30)  # stands for minus infinity, and unlike it gives no NaN times zero
+GRADE: tl.constexpr = tl.constexpr(1024.0)  # keeps small parts where half precision has all its digits
 SLOTS_AT_ONCE: tl.constexpr = tl.constexpr(8)  # chosen views that are read together
 SUMMARIES_AT_ONCE: tl.constexpr = tl.constexpr(64)
 
@@ -27,14 +29,15 @@ SUMMARIES_AT_ONCE: tl.constexpr = tl.constexpr(64)
 
 @triton.jit
 def halves(x):
-    """Two of half precision that add up to x, but for 2**-22 of it."""
+    """Two of half precision that add up to GRADE times x, of 1 or less, but for 2**-22 of it."""
+    x *= GRADE
     large = x.to(tl.float16)
     return large, (x - large.to(tl.float32)).to(tl.float16)
 
 
 @triton.jit
 def product(a_large, a_small, b_large, b_small, total):
-    """`total` plus the product of two matrices in parts; that of the small parts is below rounding."""
+    """`total` plus GRADE squared times the product of two matrices; that of the small parts is below rounding."""
     total = tl.dot(a_large, b_small, total)
     total = tl.dot(a_small, b_large, total)
     return tl.dot(a_large, b_large, total)
@@ -55,15 +58,15 @@ def _summary(values, real, axis: tl.constexpr):
     """The summary of a softmax over those values along `axis` that are `real`."""
     values = tl.where(real, values, LOWEST)
     below = tl.where(real, values - tl.max(values, axis, keep_dims=True), 0.0)
-    chance = tl.where(real, tl.exp(below), 0.0)
-    return tl.max(values, axis), tl.sum(chance, axis), tl.sum(below * chance, axis)
+    chance = tl.where(real, tl.exp(below), 0.0).to(tl.float64)
+    return tl.max(values, axis), tl.sum(chance, axis), tl.sum(below.to(tl.float64) * chance, axis)
 
 
 @triton.jit
 def _merged(top, total, weighted, axis: tl.constexpr):
     """The summary of all, from summaries along `axis`; one of nothing is (LOWEST, 0, 0)."""
     below = top - tl.max(top, axis, keep_dims=True)
-    share = tl.exp(below)
+    share = tl.exp(below.to(tl.float32))
     return tl.max(top, axis), tl.sum(total * share, axis), tl.sum((weighted + below * total) * share, axis)
 
 
@@ -129,7 +132,7 @@ def view_logits(
         large, small = halves(view)
         place = text_parts + columns[None, :] * wide + (start + depth)[:, None]
         total = product(large, small, tl.load(place), tl.load(place + tall * wide), total)
-    total *= scale
+    total *= scale / (GRADE * GRADE)
     tl.store(logits + rows[:, None] * tall + columns[None, :], total)
     top, sums, weighted = _summary(total, (columns < classes)[None, :], 1)
     place = summaries + block * padded + rows
@@ -150,8 +153,8 @@ def choose(
     """
     part, parts = tl.program_id(0), tl.num_programs(0)
     view = tl.arange(0, VIEWS)
-    top = tl.full([VIEWS], LOWEST, dtype=tl.float32)
-    total, weighted = tl.zeros([VIEWS], dtype=tl.float32), tl.zeros([VIEWS], dtype=tl.float32)
+    top = tl.full([VIEWS], LOWEST, dtype=tl.float64)
+    total, weighted = tl.zeros([VIEWS], dtype=tl.float64), tl.zeros([VIEWS], dtype=tl.float64)
     for start in range(0, blocks, SUMMARIES_AT_ONCE):
         block = start + tl.arange(0, SUMMARIES_AT_ONCE)
         place = summaries + block[:, None] * VIEWS + view[None, :]
@@ -161,7 +164,8 @@ def choose(
         more_weighted = tl.load(place + 2 * blocks * VIEWS, mask=real, other=0.0)
         more_top, more_total, more_weighted = _merged(more_top, more_total, more_weighted, 0)
         highest = tl.maximum(top, more_top)
-        share, more_share = tl.exp(top - highest), tl.exp(more_top - highest)
+        share = tl.exp((top - highest).to(tl.float32))
+        more_share = tl.exp((more_top - highest).to(tl.float32))
         weighted = (weighted + (top - highest) * total) * share
         weighted += (more_weighted + (more_top - highest) * more_total) * more_share
         total = total * share + more_total * more_share
@@ -174,7 +178,7 @@ def choose(
 
     place = part * PART + tl.arange(0, PART)
     is_class, is_feature = place < classes, place < dim
-    mean, vote = tl.zeros([PART], dtype=tl.float32), tl.zeros([PART], dtype=tl.float32)
+    mean, vote = tl.zeros([PART], dtype=tl.float32), tl.zeros([PART], dtype=tl.float64)
     image = tl.zeros([PART], dtype=tl.float32)
     for first in range(0, keep, SLOTS_AT_ONCE):
         slot = first + tl.arange(0, SLOTS_AT_ONCE)
@@ -185,7 +189,7 @@ def choose(
         mask = real & is_class[None, :]
         value = tl.load(logits + row[:, None] * tall + place[None, :], mask=mask, other=0.0)
         mean += tl.sum(value, 0)
-        vote += tl.sum(tl.exp(tl.where(mask, value - base[:, None], LOWEST)), 0)
+        vote += tl.sum(tl.where(mask, tl.exp(value.to(tl.float64) - base[:, None]), 0.0), 0)
         value = tl.load(views + row[:, None] * dim + place[None, :], mask=real & is_feature[None, :], other=0.0)
         image += tl.sum(value, 0)
     mean, vote, image = mean / keep, vote / keep, image / keep
@@ -309,11 +313,12 @@ def answer(
         boost = tl.load(boosts + rows, mask=real, other=0.0)
         value = tl.where(real, tl.load(logit + rows, mask=real, other=0.0) + boost, LOWEST)
         top, total, weighted = _load_merged(summaries, blocks, BLOCKS)
-        log_p = value - top - tl.log(total)
+        log_p = value.to(tl.float64) - top - tl.log(total)
         gain = 1.0
         if PULLED:
             gain = align_weight / tl.maximum(tl.load(seen), 1)
-        slope = tl.exp(log_p) * (weighted / total - tl.log(total) - log_p) * (entropy_weight / gain)
+        steep = (weighted / total - tl.log(total) - log_p).to(tl.float32)
+        slope = tl.exp(log_p.to(tl.float32)) * steep * (entropy_weight / gain)
         image = tl.load(feature + column, mask=inside, other=0.0)
         text_rows = _nudged(
             text_rows, text_length, pulls, 0, rows, column, mask, tall, wide,

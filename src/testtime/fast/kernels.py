@@ -91,6 +91,8 @@ class Settings(NamedTuple):
     renormalise: bool
 
 
+NOTHING = 1e-30  # a slope below it moves no prototype, and numbers with fewer digits slow loops down twentyfold
+
 # what can be done for some rows without the others
 SPIKES, NEAR, REPEL, NUDGE, ANSWER, EVOLVE = range(6)
 
@@ -371,6 +373,8 @@ def slopes(run: Run, room: Room, settings: Settings, steepness: Any) -> None:
     for c in range(len(log_p)):
         log = log_p[c] - rest
         slope = exp(log) * (-entropy - log) * steepness
+        if abs(slope) < NOTHING:
+            slope = 0.0
         text.weight[c] = settings.scale * slope
         visual.weight[c] *= settings.beta * slope
 
