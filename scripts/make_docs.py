@@ -31,7 +31,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
         "recipes": experiments.settings,
         "published": experiments.published,
     },
-    "speed.md": {"gpu": speed.gpu, "measured": speed.systems},
+    "speed.md": {"cpu": speed.cpu, "gpu": speed.gpu, "measured": speed.systems},
 }
 REGION = re.compile(r"(<!-- generated: (\w+) -->\n).*?(\n<!-- end of generated -->)", re.DOTALL)
 

@@ -1,4 +1,4 @@
-"""What was measured on a GPU, as `benchmarks/speed.py --out` wrote it down."""
+"""What was measured, as the programs in `benchmarks` wrote it down."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ from pathlib import Path
 from testtime.bench.systems import SYSTEMS
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-FILES = ("h200.json", "h200-rn50.json", "h200-more.json")  # a stage is told from the first that has it
+FILES = (
+    "h200-step.json",
+    "h200.json",
+    "h200-rn50.json",
+    "h200-more.json",
+)  # a stage is told from the first that has it
 TITLES = {
     "step": "One step of DPE, C = 1000, D = 512, 64 views, full queues",
     "encoder": "ViT-B/16 in half precision, 64 views of an image",
@@ -20,7 +25,7 @@ TITLES = {
     "growth": "A captured step that is not compiled, as one number grows (else C = 1000, D = 512, 64 views, queue 3)",
 }
 ORDER = [system.name for system in SYSTEMS]
-SKIPPED = ("seconds to prepare", "difference", "least cosine", "bytes of a file")
+SKIPPED = ("seconds to prepare", "difference", "classes alike", "least cosine", "bytes of a file")
 
 
 def systems() -> str:
@@ -33,6 +38,24 @@ def systems() -> str:
             f"| {name} | {100 * cell['accuracy']:.2f} | {cell['milliseconds']:.2f} | "
             f"{cell['peak_megabytes']:.1f} | {cell['state_megabytes']:.1f} |"
         )
+    return "\n".join(lines) + "\n"
+
+
+def cpu() -> str:
+    """A step of DPE on two cores, as `benchmarks/step.py --json` left it, and a sweep, as `benchmarks/sweep.py` did."""
+    rows = json.loads((RESULTS / "step.json").read_text())
+    sizes = [f"C = {row['classes']}" for row in rows]
+    names = [name for name in rows[0] if name not in ("classes", "dim", "views")]
+    lines = [f"| ms a step, D = {rows[0]['dim']}, {rows[0]['views']} views | {' | '.join(sizes)} |", "|---|---:|---:|"]
+    lines += [f"| {name} | {' | '.join(f'{row[name]:.2f}' for row in rows)} |" for name in names]
+    told = json.loads((RESULTS / "sweep-cpu.json").read_text())
+    lines += [
+        "",
+        f"{told['settings']} settings over {told['images']} images of {told['classes']} classes, {told['threads']} "
+        f"threads: {told['sweep_seconds']:.1f} s in one pass; {told['settings'] * told['one_run_seconds']:.1f} s one by "
+        f"one in one process; {told['settings'] * told['one_command_seconds']:.0f} s as so many commands. Logits differ "
+        f"by {told['largest_difference']:.0e} at most, predictions in {100 - 100 * told['predictions_alike']:.2f} %.",
+    ]
     return "\n".join(lines) + "\n"
 
 

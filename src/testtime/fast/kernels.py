@@ -94,7 +94,7 @@ class Settings(NamedTuple):
 NOTHING = 1e-30  # a slope below it moves no prototype, and numbers with fewer digits slow loops down twentyfold
 
 # what can be done for some rows without the others
-SPIKES, NEAR, REPEL, NUDGE, ANSWER, EVOLVE = range(6)
+SPIKES, NEAR, REPEL, NUDGE, BY_VISUAL, BY_TEXT, EVOLVE = range(7)
 
 
 @compiled
@@ -148,8 +148,10 @@ def _some(
         for c in range(start, stop):
             _nudge(text, c, room.feature, number, settings.lr_text, room.moved[c])
             room.length[c] = length_of(room.moved[c])
-    elif phase == ANSWER:
-        _answer(start, stop, text, visual, height, room, settings, number, row)
+    elif phase == BY_VISUAL:
+        _by_visual(start, stop, visual, height, room, settings, number, row)
+    elif phase == BY_TEXT:
+        _by_text(start, stop, text, room, settings, number, row)
     else:
         _evolve(start, stop, text, room, settings, number, row[0])
 
@@ -254,25 +256,24 @@ def _meeting(side: Side, c: int, feature: Array, soft: Any, rate: Any, probe: Ar
 
 
 @compiled
-def _answer(
-    start: int,
-    stop: int,
-    text: Side,
-    visual: Side,
-    height: Array,
-    room: Room,
-    settings: Settings,
-    soft: Any,
-    logits: Array,
+def _by_visual(
+    start: int, stop: int, visual: Side, height: Array, room: Room, settings: Settings, soft: Any, logits: Array
 ) -> None:
-    """Logits (C,) of the probe by both sets of prototypes nudged, and the nudged text prototypes' lengths."""
-    feature, probe, one = room.feature, room.probe, room.probe.dtype.type(1)
+    """What nudged visual prototypes give to the logits (C,) of the probe."""
+    one = room.probe.dtype.type(1)
     for c in range(start, stop):
-        room.length[c], cosine = _meeting(text, c, feature, soft, settings.lr_text, probe)
-        logits[c] = settings.scale * cosine
+        logits[c] = 0
         if height[c] > 0:
-            _, cosine = _meeting(visual, c, feature, soft, settings.lr_visual, probe)
-            logits[c] += height[c] * exp(settings.beta * (cosine - one))
+            _, cosine = _meeting(visual, c, room.feature, soft, settings.lr_visual, room.probe)
+            logits[c] = height[c] * exp(settings.beta * (cosine - one))
+
+
+@compiled
+def _by_text(start: int, stop: int, text: Side, room: Room, settings: Settings, soft: Any, logits: Array) -> None:
+    """What nudged text prototypes add to the logits (C,) of the probe; and their lengths."""
+    for c in range(start, stop):
+        room.length[c], cosine = _meeting(text, c, room.feature, soft, settings.lr_text, room.probe)
+        logits[c] += settings.scale * cosine
 
 
 @compiled
@@ -421,7 +422,9 @@ def align(run: Run, room: Room, settings: Settings) -> None:
 @compiled
 def settle(soft: Any, run: Run, room: Room, settings: Settings, logits: Array) -> bool:
     """Fill the logits (C,) of the probe, and evolve the text prototypes if they are sure; whether they were."""
-    rows(ANSWER, len(logits), run, room, settings, soft, logits)
+    # visual prototypes were read last, and text prototypes are read next: so each are found in the cache
+    rows(BY_VISUAL, len(logits), run, room, settings, soft, logits)
+    rows(BY_TEXT, len(logits), run, room, settings, soft, logits)
     entropy = spike(logits, 0.0)[2]
     accepted = settings.evolves and (entropy * settings.per_nat < settings.threshold) == settings.keeps_below
     if accepted:
