@@ -52,9 +52,10 @@ def cpu() -> str:
     lines += [
         "",
         f"{told['settings']} settings over {told['images']} images of {told['classes']} classes, {told['threads']} "
-        f"threads: {told['sweep_seconds']:.1f} s in one pass; {told['settings'] * told['one_run_seconds']:.1f} s one by "
-        f"one in one process; {told['settings'] * told['one_command_seconds']:.0f} s as so many commands. Logits differ "
-        f"by {told['largest_difference']:.0e} at most, predictions in {100 - 100 * told['predictions_alike']:.2f} %.",
+        f"threads: {told['sweep_seconds']:.1f} s in one pass; {told['settings'] * told['one_run_seconds']:.1f} s one "
+        f"by one in one process; {told['settings'] * told['one_command_seconds']:.0f} s as so many commands. Logits "
+        f"differ by {told['largest_difference']:.0e} at most, predictions in "
+        f"{100 - 100 * told['predictions_alike']:.2f} %.",
     ]
     return "\n".join(lines) + "\n"
 
