@@ -25,6 +25,7 @@ SETTINGS = {
     "text fixed": {"text_update": "none"},
     "text replaced": {"text_update": "full", "entropy_threshold": 0.5},
     "text averaged": {"text_update": "exponential", "text_decay": 0.9},
+    "text held": {"text_update": "exponential", "text_decay": 1.0},
     "text not nudged": {"lr_text": 0.0},
     "other bookkeeping": {"renormalise_text": True, "gate_keeps": "above", "entropy_unit": "ln", "prompt_count": 0},
     "scaled affinity": {"scale_affinity": True, "alpha": 0.5},

@@ -68,7 +68,7 @@ class Run:
         alpha, beta, entropy_weight, align_weight, eps, lr_text, lr_visual, per_nat = (real(n[0]) for n in numbers)
         if not method.steps:
             align_weight = lr_text = lr_visual = real(0)
-        share = {"full": 1.0, "exponential": 1 - method.text_decay}.get(method.text_update, 0.0)
+        share = {"full": 1.0, "exponential": 1 - method.text_decay}.get(method.text_update, -1.0)
         self.settings = Settings(
             scale=real(task.scale),
             alpha=alpha,

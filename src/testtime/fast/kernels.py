@@ -82,7 +82,7 @@ class Settings(NamedTuple):
     lr_visual: Any
     per_nat: Any  # what turns an entropy in nats into the unit of the queues and the threshold
     threshold: Any
-    share: Any  # of the way that the text prototypes evolve; 0: one over the number of images
+    share: Any  # of the way that the text prototypes evolve; below 0: one over the number of images
     keep: int  # views
     prompt_count: int
     threads: int
@@ -430,7 +430,7 @@ def settle(soft: Any, run: Run, room: Room, settings: Settings, logits: Array) -
     if accepted:
         share = room.factor[:1]
         share[0] = settings.share
-        if settings.share == 0:
+        if settings.share < 0:
             share[0] = 1 / (run.updates[0] + settings.prompt_count + 1)
         rows(EVOLVE, len(logits), run, room, settings, soft, share)
         run.updates[0] += 1
