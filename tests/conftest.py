@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import settings
@@ -33,6 +34,20 @@ def golden() -> Path:
 def data() -> Path:
     """The folder of real images and prompts."""
     return _shared("data")
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """The programs that measure, as modules by their names."""
+
+    def load(name: str) -> Any:
+        folder = Path(__file__).parents[1] / "benchmarks"
+        if not (folder / f"{name}.py").exists():
+            pytest.skip("the benchmarks are not beside the tests")
+        monkeypatch.syspath_prepend(str(folder))
+        return importlib.import_module(name)
+
+    return load
 
 
 class Outcome(NamedTuple):

@@ -107,16 +107,21 @@ def test_the_alignment_is_computed_anew_only_after_a_prototype_has_changed() -> 
     assert 0 < kept < len(stream)
 
 
-def test_a_run_that_is_saved_and_loaded_goes_on_bit_for_bit(tmp_path) -> None:
-    task, stream, _ = toy(torch.float32, views=12)
-    whole = tt.Session(task, DPE()).scan(stream)
-    session = tt.Session(task, DPE())
+def assert_goes_on(task, method, stream, folder) -> None:
+    """A run that is saved and loaded, or forked, goes on bit for bit."""
+    whole = tt.Session(task, method).scan(stream)
+    session = tt.Session(task, method)
     session.scan(stream[:31])
-    session.save(tmp_path / "s.safetensors")
-    assert torch.equal(tt.Session.load(tmp_path / "s.safetensors", task).scan(stream[31:]), whole[31:])
+    session.save(folder / "s.safetensors")
+    assert torch.equal(tt.Session.load(folder / "s.safetensors", task).scan(stream[31:]), whole[31:])
     fork = session.fork()
     session.scan(stream[31:40])
     assert torch.equal(fork.scan(stream[31:]), whole[31:])
+
+
+def test_a_run_that_is_saved_and_loaded_goes_on_bit_for_bit(tmp_path) -> None:
+    task, stream, _ = toy(torch.float32, views=12)
+    assert_goes_on(task, DPE(), stream, tmp_path)
 
 
 def test_a_step_that_was_broken_off_gives_out_no_state(monkeypatch) -> None:

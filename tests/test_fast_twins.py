@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_fast import assert_goes_on
 from tolerances import assert_close
 
 import testtime as tt
@@ -102,14 +103,7 @@ def test_a_stream_through_the_twin_ends_where_the_method_s_own_does(method: Any)
 @one_of_each
 def test_a_run_that_is_saved_and_loaded_goes_on_bit_for_bit(method: Any, tmp_path) -> None:
     task, stream = toy()
-    whole = tt.Session(task, method).scan(stream)
-    session = tt.Session(task, method)
-    session.scan(stream[:31])
-    session.save(tmp_path / "s.safetensors")
-    assert torch.equal(tt.Session.load(tmp_path / "s.safetensors", task).scan(stream[31:]), whole[31:])
-    fork = session.fork()
-    session.scan(stream[31:40])
-    assert torch.equal(fork.scan(stream[31:]), whole[31:])
+    assert_goes_on(task, method, stream, tmp_path)
 
 
 GRIDS = {

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-FOLDER = Path(__file__).parents[1] / "benchmarks"
-
 
 @pytest.fixture
-def growth(monkeypatch: pytest.MonkeyPatch) -> Any:
-    if not (FOLDER / "growth.py").exists():
-        pytest.skip("the benchmarks are not beside the tests")
-    monkeypatch.syspath_prepend(str(FOLDER))
-    return importlib.import_module("growth")
+def growth(benchmark: Callable[[str], Any]) -> Any:
+    return benchmark("growth")
 
 
 def test_every_axis_is_measured_in_small(growth: Any, tmp_path: Path) -> None:

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-FOLDER = Path(__file__).parents[1] / "benchmarks"
-
 
 @pytest.fixture
-def speed(monkeypatch: pytest.MonkeyPatch) -> Any:
-    if not (FOLDER / "speed.py").exists():
-        pytest.skip("the benchmarks are not beside the tests")
-    monkeypatch.syspath_prepend(str(FOLDER))
-    return importlib.import_module("speed")
+def speed(benchmark: Callable[[str], Any]) -> Any:
+    return benchmark("speed")
 
 
 def test_every_stage_runs_in_small(speed: Any, tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Many settings of a method over one stream, in one pass.
 
-Where the method has a fast twin, all settings that fit side by side share each image's Python work and its small
-kernels; products of matrices are made one setting at a time. The numbers are those of running the settings one by one.
+Where the method has a fast twin, settings that fit together go through the stream by groups: on a CPU a core has a
+group to itself, on a GPU a group shares each launch. The numbers are those of running the settings one by one, up to
+rounding: a single run may use more cores for a product, or other kernels.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from testtime.features import unit_views
 from testtime.methods.base import leaves
 from testtime.types import InputError, Method, Task
 
-# bytes of state that runs side by side may take: on a CPU, they stay in a cache with what is worked on
+# bytes of state that a group of runs may take
 ABREAST = {"cpu": 2**23, "cuda": 2**32}
 
 

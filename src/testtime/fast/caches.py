@@ -23,7 +23,7 @@ from torch import Tensor
 
 from testtime import fast, ops
 from testtime.bank import Bank
-from testtime.fast.loops import Array, compiled, dot, filled, make_room, owned, rank
+from testtime.fast.loops import Array, compiled, dot, filled, make_room, owned, push, rank
 from testtime.methods.tda import TDA, State
 from testtime.types import Task
 
@@ -144,17 +144,6 @@ def count_all(probs: Array, lower: float, upper: float, lengths: Array) -> None:
         for m in range(probs.shape[1]):
             for prob in probs[c, m]:
                 lengths[c, m] += lower < prob and prob < upper
-
-
-@compiled
-def push(keys: Array, cost: Array, label: int, feature: Array, price: float) -> bool:
-    """Offer a cache one feature (D,), as `bank.push` does; whether it was taken."""
-    place = rank(cost[label], price)
-    if place >= 0:
-        make_room(cost[label], place)
-        make_room(keys[label], place)
-        cost[label, place], keys[label, place] = price, feature
-    return place >= 0
 
 
 @compiled

@@ -274,7 +274,7 @@ def push(
 @triton.jit
 def _nudged(start, length, pulls, side, rows, column, mask, tall, wide, weight, image, soft, rate,
             SPLIT: tl.constexpr, PULLED: tl.constexpr):  # fmt: skip
-    """Rows (R, D) after one step of AdamW from zero residuals on `start`: see `kernels.nudge`."""
+    """Rows (R, D) after one step of AdamW from zero residuals on `start`: as in `testtime.fast.kernels`."""
     slope = weight[:, None] * image[None, :]
     if PULLED:
         for part in tl.static_range(SPLIT):

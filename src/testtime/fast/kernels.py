@@ -23,8 +23,7 @@ from testtime.fast.loops import (
     filled,
     largest,
     length_of,
-    make_room,
-    rank,
+    push,
     spike,
     spread,
 )
@@ -335,21 +334,14 @@ def confident(views: Array, length: Array, run: Run, room: Room, settings: Setti
 
 
 @compiled
-def push(label: int, price: Any, run: Run, feature: Array) -> bool:
+def enqueue(label: int, price: Any, run: Run, feature: Array) -> bool:
     """Offer a feature (D,) of cost `price` to the queue of class `label`; whether it was taken in.
 
-    As `bank.push`: it takes the place of the worst if it is strictly better, behind its equals. The class's visual
-    prototype and its length follow.
+    The class's visual prototype and its length follow.
     """
-    row, prices = run.keys[label], run.cost[label]
-    place = rank(prices, price)
-    if place < 0:
+    if not push(run.keys, run.cost, label, feature, price):
         return False
-    make_room(prices, place)
-    make_room(row, place)
-    prices[place] = price
-    row[place] = feature
-    count = filled(prices)
+    row, count = run.keys[label], filled(run.cost[label])
     mean = run.visual.vectors[label]
     for d in range(len(feature)):
         total = feature.dtype.type(0)
@@ -394,7 +386,7 @@ def meet(views: Array, run: Run, room: Room, settings: Settings) -> tuple[bool, 
             label = c
 
     # evolve the visual prototypes
-    taken = push(label, real(entropy * settings.per_nat), run, room.feature)
+    taken = enqueue(label, real(entropy * settings.per_nat), run, room.feature)
     if taken:
         run.seen[label], run.height[label], run.stale[0] = True, settings.alpha, True
 

@@ -164,6 +164,17 @@ def make_room(rows: Array, place: int) -> None:
 
 
 @compiled
+def push(keys: Array, cost: Array, label: int, feature: Array, price: float) -> bool:
+    """Offer a bank's row one feature (D,), as `bank.push` does; whether it was taken."""
+    place = rank(cost[label], price)
+    if place >= 0:
+        make_room(cost[label], place)
+        make_room(keys[label], place)
+        cost[label, place], keys[label, place] = price, feature
+    return place >= 0
+
+
+@compiled
 def filled(costs: Array) -> int:
     """How many slots of a row (M,) are in use: they come first, and an empty one costs infinity."""
     count = 0
