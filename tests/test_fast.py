@@ -158,7 +158,7 @@ def test_without_torch_s_products_the_method_s_own_steps_do_the_work(monkeypatch
     monkeypatch.setattr(blas, "REACHED", False)
     assert fast.runner(task, [DPE()]) is None
     assert len(tt.sweep(task, [DPE(), DPE(alpha=1.0)], [stream])) == 2
-    assert not blas.reach(Path("nowhere"))
+    assert not blas.reach(Path("nowhere"), blas.PRODUCTS)
 
 
 def test_an_image_that_is_nearly_certain_leaves_no_number_of_fewer_digits() -> None:

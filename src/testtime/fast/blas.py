@@ -1,7 +1,8 @@
 """Products of matrices in compiled loops: torch's own, called by address.
 
 A library call from Python would cost as much as a small product does. Matrices lie row by row, in single or double
-precision; as many threads work on them as torch has been given.
+precision. A product is spread over the threads of the loops, or, asked to keep to one of them, over those that torch
+has been given: threads of two kinds in turns would wait for one another busily, each on the other's core.
 """
 
 from __future__ import annotations
@@ -13,17 +14,20 @@ from typing import Any
 import llvmlite.binding
 import numpy as np
 import torch
-from numba import types
+from numba import prange, types
 from numba.extending import overload
 
-from testtime.fast.loops import Array, compiled
+from testtime.fast.loops import Array, compiled, spread
+
+PRODUCTS = "sgemm_", "dgemm_"
+OWN_THREADS = "MKL_Set_Num_Threads_Local"  # how many the library takes for calls of this thread; gives those before
 
 
-def reach(folder: Path) -> bool:
-    """Give compiled loops the product of matrices of the torch in a folder; whether there is one to call."""
+def reach(folder: Path, names: tuple[str, ...]) -> bool:
+    """Give compiled loops functions of the torch in a folder; whether they are there to call."""
     try:
         library = ctypes.CDLL(str(next(folder.glob("lib/*torch_cpu.*"))))
-        for name in ("sgemm_", "dgemm_"):
+        for name in names:
             place = ctypes.cast(getattr(library, name), ctypes.c_void_p).value
             llvmlite.binding.add_symbol(f"testtime_{name}", place)
     except (OSError, AttributeError, StopIteration):
@@ -31,10 +35,17 @@ def reach(folder: Path) -> bool:
     return True
 
 
-REACHED = reach(Path(torch.__file__).parent)
+_TORCH = Path(torch.__file__).parent
+REACHED = reach(_TORCH, PRODUCTS)
+SPREADS = REACHED and reach(_TORCH, (OWN_THREADS,))  # whether products can be told to keep to a thread
+if not SPREADS:  # nothing calls it then, but without it no loop that might is loaded
+    llvmlite.binding.add_symbol(
+        f"testtime_{OWN_THREADS}", ctypes.cast(ctypes.pythonapi.Py_IsInitialized, ctypes.c_void_p).value
+    )
 # letters that say whether a matrix is transposed, sizes, a factor, a matrix and its rows' length, ...: all by address
 _FORM = types.void(*[types.voidptr] * 13)
-_SINGLE, _DOUBLE = (types.ExternalFunction(f"testtime_{name}", _FORM) for name in ("sgemm_", "dgemm_"))
+_SINGLE, _DOUBLE = (types.ExternalFunction(f"testtime_{name}", _FORM) for name in PRODUCTS)
+_own_threads = types.ExternalFunction(f"testtime_{OWN_THREADS}", types.int32(types.int32))
 
 
 def multiply(letters: Array, sizes: Array, numbers: Array, a: Array, b: Array, out: Array) -> None:
@@ -70,24 +81,54 @@ N, T = 78, 84  # as letters
 
 
 @compiled
-def across(a: Array, b: Array, out: Array) -> None:
+def _gap(a: Array) -> int:
+    """How far apart the rows of a matrix begin."""
+    return a.strides[0] // a.itemsize
+
+
+@compiled
+def _multiplied(first: int, second: int, a: Array, b: Array, inner: int, out: Array) -> None:
+    sizes = np.array([out.shape[1], out.shape[0], inner, _gap(b), _gap(a), _gap(out)], np.int32)
+    multiply(np.array([second, first], np.uint8), sizes, np.array([1, 0], out.dtype), a, b, out)
+
+
+@spread
+def _spread(first: int, second: int, a: Array, b: Array, out: Array, threads: int) -> None:
+    """Each thread has some rows of the product; or, of one with rows of b, some columns: it reads but its own rows."""
+    size = out.shape[1] if second == T else out.shape[0]
+    for piece in prange(threads):
+        start, stop = size * piece // threads, size * (piece + 1) // threads
+        before = _own_threads(1)
+        if second == T:
+            _multiplied(first, second, a, b[start:stop], a.shape[1], out[:, start:stop])
+        elif first == T:
+            _multiplied(first, second, a[:, start:stop], b, len(a), out[start:stop])
+        else:
+            _multiplied(first, second, a[start:stop], b, a.shape[1], out[start:stop])
+        _own_threads(before)
+
+
+@compiled
+def _product(first: int, second: int, a: Array, b: Array, out: Array, threads: int) -> None:
+    if threads > 1:
+        _spread(first, second, a, b, out, threads)
+    else:
+        _multiplied(first, second, a, b, len(a) if first == T else a.shape[1], out)
+
+
+@compiled
+def across(a: Array, b: Array, out: Array, threads: int) -> None:
     """a (M, K) @ b.T (K, N) -> (M, N)."""
-    rows, inner, columns = a.shape[0], a.shape[1], b.shape[0]
-    sizes = np.array([columns, rows, inner, inner, inner, columns], np.int32)
-    multiply(np.array([T, N], np.uint8), sizes, np.array([1, 0], out.dtype), a, b, out)
+    _product(N, T, a, b, out, threads)
 
 
 @compiled
-def product(a: Array, b: Array, out: Array) -> None:
+def product(a: Array, b: Array, out: Array, threads: int) -> None:
     """a (M, K) @ b (K, N) -> (M, N)."""
-    rows, inner, columns = a.shape[0], a.shape[1], b.shape[1]
-    sizes = np.array([columns, rows, inner, columns, inner, columns], np.int32)
-    multiply(np.array([N, N], np.uint8), sizes, np.array([1, 0], out.dtype), a, b, out)
+    _product(N, N, a, b, out, threads)
 
 
 @compiled
-def product_of_transposed(a: Array, b: Array, out: Array) -> None:
+def product_of_transposed(a: Array, b: Array, out: Array, threads: int) -> None:
     """a.T (M, K) @ b (K, N) -> (M, N), for a (K, M)."""
-    inner, rows, columns = a.shape[0], a.shape[1], b.shape[1]
-    sizes = np.array([columns, rows, inner, columns, rows, columns], np.int32)
-    multiply(np.array([N, T], np.uint8), sizes, np.array([1, 0], out.dtype), a, b, out)
+    _product(T, N, a, b, out, threads)

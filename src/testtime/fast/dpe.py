@@ -20,7 +20,7 @@ from torch import Tensor
 
 from testtime import fast, ops
 from testtime.bank import Bank
-from testtime.fast import forms, kernels, loops
+from testtime.fast import blas, forms, kernels, loops
 from testtime.fast.kernels import Room, Settings, Side
 from testtime.fast.loops import Array, owned
 from testtime.methods.dpe import DPE, State
@@ -85,6 +85,7 @@ class Run:
             keep=0,  # of as many views as come
             prompt_count=method.prompt_count,
             threads=1,
+            shared_by=1,
             keeps_below=method.gate_keeps == "below",
             evolves=method.text_update != "none",
             renormalise=method.renormalise_text,
@@ -92,8 +93,8 @@ class Run:
         seen = state.queue.cost.isfinite().any(1).numpy()
         aligned = bool(align_weight > 0)
         self.run = kernels.Run(
-            text=_side(state.text, aligned),
-            visual=_side(state.visual, aligned),
+            text=_side(state.text, aligned, self.settings.evolves),
+            visual=_side(state.visual, aligned, False),
             keys=owned(state.queue.keys),
             cost=owned(state.queue.cost),
             height=alpha * seen,
@@ -113,6 +114,7 @@ class Run:
             length=np.empty(classes, real),
             similarity=np.empty((classes, classes) if aligned else (0, 0), real),
             moved=np.empty((classes if method.multi_view_prediction else 0, task.dim), real),
+            share=np.empty(1, real),
         )
         self.large = self.run.text.vectors.size >= LARGE
         self.whole = True  # False within a step: what an exception leaves half done is not given out
@@ -125,13 +127,16 @@ class Run:
                 logits=np.empty((views, logits.shape[1]), self.real), entropy=np.empty(views, self.real)
             )
             self.settings = self.settings._replace(keep=ops.kept(views, self.method.selection))
-        self.whole = False
+        self.whole, updates = False, int(self.run.updates[0])
         if self.large:
-            settings = self.settings._replace(threads=torch.get_num_threads())
-            with loops.threads(settings.threads):
+            threads = torch.get_num_threads()
+            settings = self.settings._replace(threads=threads, shared_by=threads if blas.SPREADS else 1)
+            with loops.threads(threads):
                 kernels.scan(stream, self.run, self.room, settings, logits, learned)
         else:
             kernels.scan(stream, self.run, self.room, self.settings, logits, learned)
+        if (self.run.updates[0] - updates) % 2:
+            self.run = self.run._replace(text=kernels.evolved.py_func(self.run.text))
         self.whole = True
         return learned
 
@@ -146,10 +151,11 @@ class Run:
         return State(text, torch.tensor(int(run.updates[0])), Bank(keys, cost), visual)
 
 
-def _side(prototypes: Tensor, pulled: bool) -> Side:
-    """A set of prototypes (C, D) of its own, with room for what nudges it."""
+def _side(prototypes: Tensor, pulled: bool, evolves: bool) -> Side:
+    """A set of prototypes (C, D) of its own, with room for what nudges it and for what it may become."""
     vectors = owned(prototypes)
-    length, weight, cosine = np.zeros((3, len(vectors)), vectors.dtype)
-    side = Side(vectors, length, np.empty_like(vectors) if pulled else vectors[:0], weight, cosine)
+    length, weight, cosine, evolved_length = np.zeros((4, len(vectors)), vectors.dtype)
+    pull, evolved = (np.empty_like(vectors) if wanted else vectors[:0] for wanted in (pulled, evolves))
+    side = Side(vectors, length, pull, weight, cosine, evolved, evolved_length)
     kernels.measure(side)
     return side

@@ -37,6 +37,8 @@ class Side(NamedTuple):
     pull: Array  # (C, D), of the alignment, over the length; (0, D) without alignment
     weight: Array  # (C,), of the image's feature
     cosine: Array  # (C,), with the image's feature
+    evolved: Array  # (C, D), what follows if it learns from the image; (0, D) where it never does so
+    evolved_length: Array  # (C,)
 
 
 class Run(NamedTuple):
@@ -62,9 +64,10 @@ class Room(NamedTuple):
     factor: Array  # (C,)
     feature: Array  # (D,)
     probe: Array  # (D,), what is predicted
-    length: Array  # (C,), of nudged text prototypes
+    length: Array  # (C,), of `moved`
     similarity: Array  # (C, C), or (0, 0) without alignment
-    moved: Array  # (C, D), or (0, D) where views are not chosen again
+    moved: Array  # (C, D), nudged text prototypes; (0, D) where views are not chosen again
+    share: Array  # (1,), of the way towards the nudged ones that text prototypes go
 
 
 class Settings(NamedTuple):
@@ -85,6 +88,7 @@ class Settings(NamedTuple):
     keep: int  # views
     prompt_count: int
     threads: int
+    shared_by: int  # threads that a product is spread over; 1: as many as torch has
     keeps_below: bool
     evolves: bool
     renormalise: bool
@@ -93,7 +97,7 @@ class Settings(NamedTuple):
 NOTHING = 1e-30  # a slope below it moves no prototype, and numbers with fewer digits slow loops down twentyfold
 
 # what can be done for some rows without the others
-SPIKES, NEAR, REPEL, NUDGE, BY_VISUAL, BY_TEXT, EVOLVE = range(7)
+SPIKES, NEAR, REPEL, NUDGE, BY_VISUAL, BY_TEXT = range(6)
 
 
 @compiled
@@ -149,10 +153,8 @@ def _some(
             room.length[c] = length_of(room.moved[c])
     elif phase == BY_VISUAL:
         _by_visual(start, stop, visual, height, room, settings, number, row)
-    elif phase == BY_TEXT:
-        _by_text(start, stop, text, room, settings, number, row)
     else:
-        _evolve(start, stop, text, room, settings, number, row[0])
+        _by_text(start, stop, text, room, settings, number, row)
 
 
 @compiled
@@ -269,28 +271,25 @@ def _by_visual(
 
 @compiled
 def _by_text(start: int, stop: int, text: Side, room: Room, settings: Settings, soft: Any, logits: Array) -> None:
-    """What nudged text prototypes add to the logits (C,) of the probe; and their lengths."""
-    for c in range(start, stop):
-        room.length[c], cosine = _meeting(text, c, room.feature, soft, settings.lr_text, room.probe)
-        logits[c] += settings.scale * cosine
+    """What nudged text prototypes add to the logits (C,) of the probe; and what follows if the image is learned from.
 
-
-@compiled
-def _evolve(start: int, stop: int, text: Side, room: Room, settings: Settings, soft: Any, share: Any) -> None:
-    """Move text prototypes a `share` of the way towards the nudged ones."""
-    out, one = np.empty_like(room.probe), room.probe.dtype.type(1)
+    That is known once all logits are. But a nudged prototype is quicker to use twice than to make twice.
+    """
+    probe, nudged, share = room.probe, np.empty_like(room.probe), room.share[0]
     for c in range(start, stop):
-        _nudge(text, c, room.feature, soft, settings.lr_text, out)
-        row, over, square = text.vectors[c], one / room.length[c], room.probe.dtype.type(0)
-        for d in range(len(row)):
-            row[d] += share * (out[d] * over - row[d])
-            square += row[d] * row[d]
-        text.length[c] = math.sqrt(square)
-        if settings.renormalise:
-            over = one / text.length[c]
+        _nudge(text, c, room.feature, soft, settings.lr_text, nudged)
+        over = probe.dtype.type(1) / length_of(nudged)
+        logits[c] += settings.scale * (dot(nudged, probe) * over)
+        if len(text.evolved):
+            row, out = text.vectors[c], text.evolved[c]
             for d in range(len(row)):
-                row[d] *= over
-            text.length[c] = length_of(row)
+                out[d] = row[d] + share * (nudged[d] * over - row[d])
+            text.evolved_length[c] = length_of(out)
+            if settings.renormalise:
+                over = probe.dtype.type(1) / text.evolved_length[c]
+                for d in range(len(row)):
+                    out[d] *= over
+                text.evolved_length[c] = length_of(out)
 
 
 @compiled
@@ -402,50 +401,59 @@ def meet(views: Array, run: Run, room: Room, settings: Settings) -> tuple[bool, 
 def align(run: Run, room: Room, settings: Settings) -> None:
     """Compute the pull of the alignment anew: three products of C x C x D."""
     text, visual, similarity = run.text, run.visual, room.similarity
-    across(visual.vectors, text.vectors, similarity)
+    across(visual.vectors, text.vectors, similarity, settings.shared_by)
     for c in range(len(room.factor)):
         room.factor[c] = similarity.dtype.type(1) / text.length[c]
     rows(REPEL, len(similarity), run, room, settings, settings.sharpness, room.factor)
-    product_of_transposed(similarity, visual.vectors, text.pull)
-    product(similarity, text.vectors, visual.pull)
+    product_of_transposed(similarity, visual.vectors, text.pull, settings.shared_by)
+    product(similarity, text.vectors, visual.pull, settings.shared_by)
     run.stale[0] = False
 
 
 @compiled
 def settle(soft: Any, run: Run, room: Room, settings: Settings, logits: Array) -> bool:
-    """Fill the logits (C,) of the probe, and evolve the text prototypes if they are sure; whether they were."""
+    """Fill the logits (C,) of the probe; whether they are so sure that the text prototypes evolve."""
+    room.share[0] = settings.share
+    if settings.share < 0:
+        room.share[0] = 1 / (run.updates[0] + settings.prompt_count + 1)
     # visual prototypes were read last, and text prototypes are read next: so each are found in the cache
     rows(BY_VISUAL, len(logits), run, room, settings, soft, logits)
     rows(BY_TEXT, len(logits), run, room, settings, soft, logits)
     entropy = spike(logits, 0.0)[2]
-    accepted = settings.evolves and (entropy * settings.per_nat < settings.threshold) == settings.keeps_below
-    if accepted:
-        share = room.factor[:1]
-        share[0] = settings.share
-        if settings.share < 0:
-            share[0] = 1 / (run.updates[0] + settings.prompt_count + 1)
-        rows(EVOLVE, len(logits), run, room, settings, soft, share)
-        run.updates[0] += 1
-        run.stale[0] = True
-    return accepted
+    return settings.evolves and (entropy * settings.per_nat < settings.threshold) == settings.keeps_below
 
 
 @compiled
-def step(views: Array, run: Run, room: Room, settings: Settings, logits: Array) -> bool:
-    """Fill `logits` (C,) for one image's views (V, D); whether something was learned from it."""
-    across(views, run.text.vectors, room.logits)
+def evolved(side: Side) -> Side:
+    """The side with its prototypes evolved. They change places with those before, whose memory is used next."""
+    return Side(side.evolved, side.evolved_length, side.pull, side.weight, side.cosine, side.vectors, side.length)
+
+
+@compiled
+def step(views: Array, run: Run, room: Room, settings: Settings, logits: Array) -> tuple[bool, bool]:
+    """Fill `logits` (C,) for one image's views (V, D); whether a queue took it, and whether text prototypes evolve."""
+    across(views, run.text.vectors, room.logits, settings.shared_by)
     taken, soft = meet(views, run, room, settings)
     if run.stale[0] and settings.align_weight > 0:
         align(run, room, settings)
     if len(room.moved):  # views are chosen again
         rows(NUDGE, len(room.moved), run, room, settings, soft, room.factor)
-        across(views, room.moved, room.logits)
+        across(views, room.moved, room.logits, settings.shared_by)
         confident(views, room.length, run, room, settings, room.probe)
-    return settle(soft, run, room, settings, logits) or taken
+    return taken, settle(soft, run, room, settings, logits)
 
 
 @compiled
 def scan(stream: Array, run: Run, room: Room, settings: Settings, logits: Array, learned: Array) -> None:
-    """Steps over N images (N, V, D), with the logits (N, C) and whether each was `learned` from (N,)."""
+    """Steps over N images (N, V, D), with the logits (N, C) and whether each was `learned` from (N,).
+
+    After an odd number of evolutions the text prototypes lie in `run.text.evolved`.
+    """
     for n in range(len(stream)):
-        learned[n] = step(stream[n], run, room, settings, logits[n])
+        taken, evolves = step(stream[n], run, room, settings, logits[n])
+        if evolves:
+            run.updates[0] += 1
+            run.stale[0] = True
+            text = evolved(run.text)
+            run = Run(text, run.visual, run.keys, run.cost, run.height, run.seen, run.updates, run.stale)
+        learned[n] = taken or evolves
