@@ -97,7 +97,7 @@ class Settings(NamedTuple):
 NOTHING = 1e-30  # a slope below it moves no prototype, and numbers with fewer digits slow loops down twentyfold
 
 # what can be done for some rows without the others
-SPIKES, NEAR, REPEL, NUDGE, BY_VISUAL, BY_TEXT = range(6)
+SPIKES, NEAR, REPEL, AGAIN, BY_VISUAL, BY_TEXT = range(6)
 
 
 @compiled
@@ -147,10 +147,8 @@ def _some(
         _near(start, stop, visual, room)
     elif phase == REPEL:
         _repel(start, stop, visual, seen, room, settings)
-    elif phase == NUDGE:
-        for c in range(start, stop):
-            _nudge(text, c, room.feature, number, settings.lr_text, room.moved[c])
-            room.length[c] = length_of(room.moved[c])
+    elif phase == AGAIN:
+        _again(start, stop, text, room, settings, number)
     elif phase == BY_VISUAL:
         _by_visual(start, stop, visual, height, room, settings, number, row)
     else:
@@ -204,15 +202,6 @@ def _repel(start: int, stop: int, visual: Side, seen: Array, room: Room, setting
 
 
 @compiled
-def _along(side: Side, c: int) -> Any:
-    """How much of the slope at prototype c lies along it, over its length."""
-    along = side.weight[c] * side.cosine[c]
-    if len(side.pull):
-        along += dot(side.vectors[c], side.pull[c])
-    return along / side.length[c]
-
-
-@compiled
 def _nudged(start: Any, slope: Any, eps: Any, rate: Any) -> Any:
     """A number of a prototype after one step of AdamW from a zero residual.
 
@@ -223,37 +212,56 @@ def _nudged(start: Any, slope: Any, eps: Any, rate: Any) -> Any:
 
 
 @compiled
-def _nudge(side: Side, c: int, feature: Array, soft: Any, rate: Any, out: Array) -> None:
-    """`out` (D,): prototype c nudged."""
-    row, length, weight, along = side.vectors[c], side.length[c], side.weight[c], _along(side, c)
-    eps = soft * length
-    if len(side.pull):
-        pull = side.pull[c]
-        for d in range(len(row)):
-            out[d] = _nudged(row[d], length * pull[d] + weight * feature[d] - along * row[d], eps, rate)
+def _nudge(
+    c: int,
+    vectors: Array,
+    pull: Array,
+    length: Any,
+    weight: Any,
+    cosine: Any,
+    feature: Array,
+    probe: Array,
+    soft: Any,
+    rate: Any,
+    out: Array,
+) -> tuple[Any, Any]:
+    """`out` (D,): prototype c nudged; one over its length, and its cosine with the probe.
+
+    Arrays are taken whole: a row of its own would be counted in and out of use, which costs as much as the row does.
+    """
+    zero = probe.dtype.type(0)
+    eps, along, square, product = soft * length, weight * cosine, zero, zero
+    if len(pull):
+        for d in range(len(out)):
+            along += vectors[c, d] * pull[c, d]
+        along /= length
+        for d in range(len(out)):
+            start = vectors[c, d]
+            number = _nudged(start, length * pull[c, d] + weight * feature[d] - along * start, eps, rate)
+            out[d] = number
+            square += number * number
+            product += number * probe[d]
     else:
-        for d in range(len(row)):
-            out[d] = _nudged(row[d], weight * feature[d] - along * row[d], eps, rate)
+        along /= length
+        for d in range(len(out)):
+            start = vectors[c, d]
+            number = _nudged(start, weight * feature[d] - along * start, eps, rate)
+            out[d] = number
+            square += number * number
+            product += number * probe[d]
+    over = probe.dtype.type(1 / math.sqrt(square))
+    return over, product * over
 
 
 @compiled
-def _meeting(side: Side, c: int, feature: Array, soft: Any, rate: Any, probe: Array) -> tuple[Any, Any]:
-    """The length of prototype c nudged, and its cosine with the probe (D,)."""
-    row, length, weight, along = side.vectors[c], side.length[c], side.weight[c], _along(side, c)
-    eps, square, product = soft * length, row.dtype.type(0), row.dtype.type(0)
-    if len(side.pull):
-        pull = side.pull[c]
-        for d in range(len(row)):
-            number = _nudged(row[d], length * pull[d] + weight * feature[d] - along * row[d], eps, rate)
-            square += number * number
-            product += number * probe[d]
-    else:
-        for d in range(len(row)):
-            number = _nudged(row[d], weight * feature[d] - along * row[d], eps, rate)
-            square += number * number
-            product += number * probe[d]
-    length = row.dtype.type(math.sqrt(square))
-    return length, product / length
+def _again(start: int, stop: int, text: Side, room: Room, settings: Settings, soft: Any) -> None:
+    """Nudged text prototypes, and their lengths."""
+    vectors, pull, length, weight, cosine = text.vectors, text.pull, text.length, text.weight, text.cosine
+    feature, probe, moved, rate, out = room.feature, room.probe, room.moved, settings.lr_text, np.empty_like(room.probe)
+    for c in range(start, stop):
+        over, _ = _nudge(c, vectors, pull, length[c], weight[c], cosine[c], feature, probe, soft, rate, out)
+        room.length[c] = 1 / over
+        moved[c] = out
 
 
 @compiled
@@ -261,11 +269,13 @@ def _by_visual(
     start: int, stop: int, visual: Side, height: Array, room: Room, settings: Settings, soft: Any, logits: Array
 ) -> None:
     """What nudged visual prototypes give to the logits (C,) of the probe."""
-    one = room.probe.dtype.type(1)
+    vectors, pull, length, weight, near = visual.vectors, visual.pull, visual.length, visual.weight, visual.cosine
+    feature, probe, rate, out = room.feature, room.probe, settings.lr_visual, np.empty_like(room.probe)
+    one = probe.dtype.type(1)
     for c in range(start, stop):
         logits[c] = 0
         if height[c] > 0:
-            _, cosine = _meeting(visual, c, room.feature, soft, settings.lr_visual, room.probe)
+            _, cosine = _nudge(c, vectors, pull, length[c], weight[c], near[c], feature, probe, soft, rate, out)
             logits[c] = height[c] * exp(settings.beta * (cosine - one))
 
 
@@ -275,21 +285,26 @@ def _by_text(start: int, stop: int, text: Side, room: Room, settings: Settings, 
 
     That is known once all logits are. But a nudged prototype is quicker to use twice than to make twice.
     """
-    probe, nudged, share = room.probe, np.empty_like(room.probe), room.share[0]
+    vectors, pull, length, weight, near = text.vectors, text.pull, text.length, text.weight, text.cosine
+    feature, probe, rate, out = room.feature, room.probe, settings.lr_text, np.empty_like(room.probe)
+    evolved, evolved_length, share, one = text.evolved, text.evolved_length, room.share[0], probe.dtype.type(1)
     for c in range(start, stop):
-        _nudge(text, c, room.feature, soft, settings.lr_text, nudged)
-        over = probe.dtype.type(1) / length_of(nudged)
-        logits[c] += settings.scale * (dot(nudged, probe) * over)
-        if len(text.evolved):
-            row, out = text.vectors[c], text.evolved[c]
-            for d in range(len(row)):
-                out[d] = row[d] + share * (nudged[d] * over - row[d])
-            text.evolved_length[c] = length_of(out)
+        over, cosine = _nudge(c, vectors, pull, length[c], weight[c], near[c], feature, probe, soft, rate, out)
+        logits[c] += settings.scale * cosine
+        if len(evolved):
+            square = probe.dtype.type(0)
+            for d in range(len(out)):
+                number = vectors[c, d] + share * (out[d] * over - vectors[c, d])
+                evolved[c, d] = number
+                square += number * number
+            evolved_length[c] = math.sqrt(square)
             if settings.renormalise:
-                over = probe.dtype.type(1) / text.evolved_length[c]
-                for d in range(len(row)):
-                    out[d] *= over
-                text.evolved_length[c] = length_of(out)
+                over, square = one / evolved_length[c], probe.dtype.type(0)
+                for d in range(len(out)):
+                    number = evolved[c, d] * over
+                    evolved[c, d] = number
+                    square += number * number
+                evolved_length[c] = math.sqrt(square)
 
 
 @compiled
@@ -437,7 +452,7 @@ def step(views: Array, run: Run, room: Room, settings: Settings, logits: Array) 
     if run.stale[0] and settings.align_weight > 0:
         align(run, room, settings)
     if len(room.moved):  # views are chosen again
-        rows(NUDGE, len(room.moved), run, room, settings, soft, room.factor)
+        rows(AGAIN, len(room.moved), run, room, settings, soft, room.factor)
         across(views, room.moved, room.logits, settings.shared_by)
         confident(views, room.length, run, room, settings, room.probe)
     return taken, settle(soft, run, room, settings, logits)
