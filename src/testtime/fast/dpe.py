@@ -106,6 +106,8 @@ class Run:
         self.room = Room(
             logits=np.empty((0, classes), real),
             entropy=np.empty(0, real),
+            top=np.empty(0, real),
+            total=np.empty(0, real),
             logit=np.empty(classes, real),
             chance=np.empty(classes, real),
             factor=np.empty(classes, real),
@@ -123,8 +125,9 @@ class Run:
         """Fill `logits` (N, C) for the unit views of N images (N, V, D); whether each was learned from (N,)."""
         learned, views = np.empty(len(stream), bool), stream.shape[1]
         if len(self.room.logits) != views:
+            entropy, top, total = np.empty((3, views), self.real)
             self.room = self.room._replace(
-                logits=np.empty((views, logits.shape[1]), self.real), entropy=np.empty(views, self.real)
+                logits=np.empty((views, logits.shape[1]), self.real), entropy=entropy, top=top, total=total
             )
             self.settings = self.settings._replace(keep=ops.kept(views, self.method.selection))
         self.whole, updates = False, int(self.run.updates[0])

@@ -23,6 +23,7 @@ from testtime.fast.loops import (
     filled,
     largest,
     length_of,
+    log,
     push,
     spike,
     spread,
@@ -59,6 +60,8 @@ class Room(NamedTuple):
 
     logits: Array  # (V, C)
     entropy: Array  # (V,)
+    top: Array  # (V,), the largest logit of a view
+    total: Array  # (V,), and the sum of exponentials under it
     logit: Array  # (C,)
     chance: Array  # (C,)
     factor: Array  # (C,)
@@ -163,7 +166,7 @@ def _spikes(start: int, stop: int, room: Room) -> None:
         row = room.logits[v]
         for c in range(len(row)):
             row[c] *= room.factor[c]
-        room.entropy[v] = spike(row, zero)[2]
+        room.top[v], room.total[v], room.entropy[v] = spike(row, zero)
 
 
 @compiled
@@ -332,9 +335,7 @@ def confident(views: Array, length: Array, run: Run, room: Room, settings: Setti
             if entropies[v] < entropies[best]:
                 best = v
         entropies[best] = np.inf
-        row, view = room.logits[best], views[best]
-        top, total, _ = spike(row, zero)
-        vote = part / total
+        row, view, top, vote = room.logits[best], views[best], room.top[best], part / room.total[best]
         for c in range(len(row)):
             logit[c] += row[c] * part
             votes[c] += exp(row[c] - top) * vote
@@ -342,8 +343,7 @@ def confident(views: Array, length: Array, run: Run, room: Room, settings: Setti
             feature[d] += view[d] * part
     entropy = zero
     for c in range(len(votes)):
-        if votes[c] > 0:
-            entropy -= votes[c] * math.log(votes[c])
+        entropy -= votes[c] * log(votes[c])
     return entropy
 
 
