@@ -371,7 +371,8 @@ def answer(
         top, total, weighted = _load_merged(summaries, blocks, BLOCKS)
         log_p = value.to(tl.float64) - top - tl.log(total)
         align_weight = number(numbers, run, ALIGN_WEIGHT)
-        pulled = mask & (align_weight > 0)  # no pulls are read where there is no alignment
+        # without alignment no pull is read
+        pulled = (rows < tl.where(align_weight > 0, classes, 0))[:, None] & inside[None, :]
         gain = tl.where(align_weight > 0, align_weight / tl.maximum(tl.load(seen + run), 1), 1.0)
         steep = (weighted / total - tl.log(total) - log_p).to(tl.float32)
         slope = tl.exp(log_p.to(tl.float32)) * steep * (number(numbers, run, ENTROPY_WEIGHT) / gain)
@@ -393,7 +394,8 @@ def answer(
     value = scale * (tl.sum(text_rows * clean[None, :], 1) / text_length)
     value += tl.where(known, alpha * tl.exp(beta * (near - 1)), 0.0)
     tl.store(logits + rows, value, mask=real)
-    tl.store(moved + place, text_rows, mask=mask & (number(numbers, run, EVOLVES) > 0))
+    evolving = (rows < tl.where(number(numbers, run, EVOLVES) > 0, classes, 0))[:, None] & inside[None, :]
+    tl.store(moved + place, text_rows, mask=evolving)
     tl.store(moved_lengths + rows, text_length, mask=real)
     _store_summary(answers, blocks, value, real)
     if tl.program_id(0) == 0:
