@@ -141,8 +141,11 @@ found["anew"] = float((steps.similarity - 7).abs().min())
 fused.TILES["similarity"]["SPLIT"] = 2
 task, stream, _ = tt.toy(classes=7, dim=24, images=40, views=3)
 methods = [DPE(**settings) for settings in SIDE_BY_SIDE]
-states = [method.scan(task, method.init(task), stream[: 2 + 2 * run])[1] for run, method in enumerate(methods)]
-stream = stream[[20, 29]]
+states = []
+for run, method in enumerate(methods):
+    state = method.init(task)._replace(text=task.text.roll(run, 0))  # an image has another label in every run
+    states.append(method.scan(task, state, stream[: 2 + 2 * run])[1])
+stream = stream[[25, 29]]  # the first is of a class that none has seen
 runner = graph.Runner(abreast.Abreast(task, methods), task, 3, steps=2, kernels=True)
 runner.load(task, abreast.State(*map(torch.stack, zip(*map(leaves, states)))))
 found["seen"] = runner._fused.seen.tolist()
