@@ -1,9 +1,10 @@
 """Settings of DPE side by side on a GPU: one step with a leading settings axis, for graphs to capture.
 
-One step of one setting leaves most of a GPU idle, so S of them cost little more. The arithmetic is that of
-`methods.dpe` in its released form; like a method, this has `init` and `step`, and its state is a NamedTuple of tensors
-(S, ...). But a step writes to the state it is given: at this size, copies would cost more than the step. Nothing looks
-at a tensor's value. S runs, V views, C classes, D features, M slots.
+One step of one setting leaves most of a GPU idle, so S of them cost little more. `graph.Runner` takes the kernels of
+`fused` for it where they fit, and otherwise the step here: in float64, or without queues or Triton. It computes what
+`methods.dpe` does in its released form. Like a method, this has `init` and `step`, and its state is a NamedTuple of
+tensors (S, ...); but a step writes to the state it is given: at this size, copies would cost more than the step.
+Nothing looks at a tensor's value. S runs, V views, C classes, D features, M slots.
 """
 
 from __future__ import annotations
