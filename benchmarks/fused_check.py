@@ -1,12 +1,14 @@
 """DPE's kernels on a GPU: are they the method's own step, how long does a step take, and with which tiles.
 
     python benchmarks/fused_check.py [--try "pull.SPLIT=1 pull.ROWS=64"]... [--tune] [--present]
+    python benchmarks/fused_check.py --settings 64 --classes 100 --views 1
 
 Compared are single steps from the same state, a whole stream, and a stream in two goes, from states with full queues.
 Timed are replayed graphs of 32 steps where every image moves the text prototypes ("moving": nothing can be kept) and
 where none does ("kept"), then each kernel by itself. `--try` does it with other tiles than those of
 `testtime.fast.fused.TILES`, as often as it is given; `--tune` tries those of the table below; `--present` times the
-compiled step too, which takes a minute to compile. Without a GPU the steps are compared alone, in Triton's interpreter:
+compiled step too, which takes a minute to compile. `--settings S` compares S settings side by side with each alone, and
+times both, instead. Without a GPU the steps are compared alone, in Triton's interpreter:
 
     TRITON_INTERPRET=1 python benchmarks/fused_check.py --classes 20 --dim 32 --views 12 --images 3
 """
@@ -24,6 +26,8 @@ from torch import Tensor
 import testtime as tt
 from testtime import ops
 from testtime.fast import fused
+from testtime.fast.abreast import Abreast
+from testtime.fast.abreast import State as States
 from testtime.fast.capture import capture
 from testtime.fast.graph import STEPS, Runner
 from testtime.methods.base import leaves
@@ -109,7 +113,7 @@ def compare(classes: int, dim: int, views: int, images: int) -> None:
     exact_task = task.to(dtype=torch.float64)
     for method in (DPE(), DPE(entropy_threshold=99.0)):
         runner = Runner(method, task, views, compile=False, kernels=True)
-        assert runner._fused is not None, "the kernels were not launched"
+        assert runner.has_kernels, "the kernels were not launched"
         from_plain = from_exact = plain_from_exact = state_apart = 0.0
         alike = same_queues = 0
         now = state
@@ -153,6 +157,68 @@ def compare(classes: int, dim: int, views: int, images: int) -> None:
         )
 
 
+def grid(size: int, **shared: float) -> list[DPE]:
+    """So many settings: of alpha, beta, the threshold and the losses' weights; every eighth has no alignment."""
+    return [
+        DPE(
+            **{
+                "alpha": 2.0 + 2 * (number % 8),
+                "beta": 1.0 + number // 8 % 8,
+                "entropy_threshold": (0.0, 0.01, 0.1, 99.0)[number % 4],
+                "align_weight": 0.1 * ((number + 4) % 8),
+                **shared,
+            }
+        )
+        for number in range(size)
+    ]
+
+
+def stacked(state: State, runs: int) -> States:
+    """The state as that of so many runs."""
+    return States(*(leaf.expand(runs, *leaf.shape) for leaf in leaves(state)))
+
+
+def compare_settings(begin: tuple[Task, State, Tensor], settings: int) -> None:
+    """Print how far settings side by side are from each alone, over a stream from a state with full queues."""
+    task, state, stream = begin
+    methods = grid(settings)
+    together = ready(Abreast(task, methods), begin, compile=False, kernels=True)
+    assert together.has_kernels, "the kernels were not launched"
+    together.load(task, stacked(state, settings))
+    logits, end = together.run(stream), together.state()
+    apart, same_logits, same_states = 0.0, 0, 0
+    for run, method in enumerate(methods):
+        alone = Runner(method, task, stream.shape[1], compile=False, kernels=True)
+        alone.load(task, state)
+        expected = alone.run(stream)
+        apart = max(apart, float((logits[:, run] - expected).abs().max()))
+        same_logits += int(torch.equal(logits[:, run], expected))
+        same_states += int(all(map(torch.equal, [leaf[run] for leaf in end], leaves(alone.state()))))
+    moves = (end.updates - state.updates).tolist()
+    print(
+        f"C={task.classes} D={task.dim} V={stream.shape[1]}, {settings} settings side by side, {len(stream)} images: "
+        f"logits {apart:.1e} from each alone; {same_logits} runs' logits and {same_states} runs' states the same bits; "
+        f"{min(moves)} to {max(moves)} updates",
+        flush=True,
+    )
+
+
+def time_settings(begin: tuple[Task, State, Tensor], settings: int) -> None:
+    """Print the time of a step of settings side by side, beside that of one alone, and of each kernel."""
+    task = begin[0]
+    for name, threshold in (("moving", 99.0), ("kept", 0.0)):
+        methods = grid(settings, entropy_threshold=threshold, align_weight=0.5)
+        one = ready(methods[0], begin, compile=False, kernels=True)
+        many = ready(Abreast(task, methods), begin, compile=False, kernels=True)
+        times = [replay_time(runner) for runner in (one, many, one, many)]
+        alone, together = min(times[::2]), min(times[1::2])
+        print(f"\n{name}: {alone:.1f} us a step alone, {together:.1f} us for {settings}: {together / alone:.2f} times")
+        rows = [kernel_times(runner) for runner in (one, many)]
+        print(f"  in kernels {sum(rows[0].values()):.1f} us alone, {sum(rows[1].values()):.1f} us for {settings}:")
+        for kernel, time in rows[1].items():
+            print(f"    {rows[0].get(kernel, 0.0):6.2f} {time:7.2f} {kernel[:90]}", flush=True)
+
+
 def replay_time(runner: Runner) -> float:
     """Microseconds per step of a replayed graph."""
     launch = runner._captured[STEPS]
@@ -178,11 +244,11 @@ def kernel_times(runner: Runner) -> dict[str, float]:
     return {name: time for name, time in sorted(rows.items(), key=lambda row: -row[1]) if time > 0.01}
 
 
-def ready(method: DPE, start: tuple[Task, State, Tensor], **options: bool) -> Runner:
+def ready(method: DPE | Abreast, start: tuple[Task, State, Tensor], **options: bool) -> Runner:
     """A runner in the given state whose graph is captured and that has seen images."""
     task, state, stream = start
-    runner = Runner(method, task, stream.shape[1], **options)
-    runner.load(task, state)
+    runner = Runner(method, task, stream.shape[1], **options)  # type: ignore[arg-type]
+    runner.load(task, stacked(state, len(method.methods)) if isinstance(method, Abreast) else state)
     runner.run(stream[: 2 * STEPS])
     return runner
 
@@ -195,7 +261,7 @@ def timings(begin: tuple[Task, State, Tensor], changes: str = "", detail: bool =
         except Exception as error:
             print(f"{changes}: {type(error).__name__}: {str(error)[:120]}", flush=True)
             return
-        if runner._fused is None:
+        if not runner.has_kernels:
             print(f"{changes}: not launched", flush=True)
             return
         moving, kernels = replay_time(runner), kernel_times(runner)
@@ -240,10 +306,16 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=512)
     parser.add_argument("--views", type=int, default=64)
     parser.add_argument("--images", type=int, default=200)
+    parser.add_argument("--settings", type=int, metavar="S")
     parser.add_argument("--try", dest="tries", action="append", default=[], metavar="CHANGES")
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--present", action="store_true")
     options = parser.parse_args()
+    if options.settings:
+        compare_settings(start(options.classes, options.dim, options.views, options.images), options.settings)
+        if DEVICE.type == "cuda":
+            time_settings(start(options.classes, options.dim, options.views, 2 * STEPS), options.settings)
+        return
     compare(options.classes, options.dim, options.views, options.images)
     compare(max(2, options.classes // 10), options.dim, 1, options.images)
     if DEVICE.type != "cuda":

@@ -182,7 +182,7 @@ def step(bench: Bench) -> None:
                 "compiled and captured": {"compile": True, "kernels": False},
                 "captured": {"compile": False, "kernels": False},
             }
-        if bench.gpu and fused.fits(method, task, bench.views):
+        if bench.gpu and fused.fits([method], task, bench.views):
             ways["own kernels, captured"] = {"compile": False, "kernels": True}
         for way, options in ways.items():
             began = time.perf_counter()

@@ -8,7 +8,10 @@ import math
 import os
 import subprocess
 import sys
+import warnings
+from collections import OrderedDict
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +21,31 @@ from test_fast import SETTINGS
 from tolerances import TOLERANCES
 
 import testtime as tt
-from testtime.fast import capture, fused, graph
+from testtime.fast import abreast, capture, fused, graph
 from testtime.methods.dpe import DPE
 
 pytest.importorskip("triton")
 
 NOT_FOR_KERNELS = {"no queues", "views chosen again"}
 FITTING = [name for name in SETTINGS if name not in NOT_FOR_KERNELS]
+
+# Settings that run side by side, which differ in every number and in every switch; the second has no alignment
+SIDE_BY_SIDE: list[dict[str, Any]] = [
+    {"entropy_threshold": 0.01},
+    {"align_weight": 0.0, "lr_text": 2e-3, "entropy_threshold": 0.02},
+    {
+        "alpha": 2.0,
+        "beta": 3.0,
+        "entropy_weight": 0.5,
+        "align_weight": 0.2,
+        "align_temperature": 0.05,
+        "lr_image": 2e-3,
+    },
+    {"text_update": "none", "adamw_eps": 1e-2},
+    {"text_update": "full", "gate_keeps": "above", "entropy_threshold": 0.2},
+    {"text_update": "exponential", "text_decay": 0.9, "renormalise_text": True, "entropy_threshold": 0.2},
+    {"prompt_count": 0, "entropy_unit": "ln", "scale_affinity": True, "alpha": 0.5, "entropy_threshold": 0.01},
+]
 SHAPES = ["one view", "more classes", "first images", "all views", "whole sums"]
 
 # Triton asks whether to interpret when it is imported, so this needs a process of its own
@@ -34,10 +55,10 @@ from dataclasses import replace
 import torch
 sys.path.insert(0, sys.argv[1])
 from test_fast import SETTINGS
-from test_fast_fused import FITTING
+from test_fast_fused import FITTING, SIDE_BY_SIDE
 import testtime as tt
 from testtime.bank import Bank
-from testtime.fast import fused, graph
+from testtime.fast import abreast, fused, graph
 from testtime.methods.base import leaves
 from testtime.methods.dpe import DPE
 
@@ -63,7 +84,7 @@ def late(classes, views, images=23, start=20, **settings):
 
 def step(method, task, state, image):
     state, logits = graph._copied(state), torch.empty(task.classes)
-    steps = fused.Fused(method, task, state, len(image))
+    steps = fused.Fused([method], task, abreast.alone(state), len(image))
     steps.step(image, logits)
     return logits, state, steps
 
@@ -84,8 +105,9 @@ found["one view"] = steps_apart(10, 1, 20, {})
 found["more classes"] = steps_apart(37, 20, 30, {})
 found["first images"] = steps_apart(7, 3, 0, {})
 found["all views"] = steps_apart(10, 20, 20, {"selection": 1.0})
-fused.ROOM = 0
+room, fused.ROOM = fused.ROOM, 0
 found["whole sums"] = steps_apart(37, 5, 20, {})
+fused.ROOM = room
 
 # a stream through a runner, in two goes
 task, stream, _ = tt.toy(classes=10, dim=24, images=7, views=12)
@@ -111,9 +133,37 @@ steps.similarity.fill_(7)
 steps.misplaced.fill_(7)
 steps.step(stream[0], kept := torch.empty_like(logits))
 found["kept"] = [far(kept, logits), float((steps.similarity - 7).abs().max())]
-steps.state.queue.cost.fill_(9)
+steps.state.cost.fill_(9)
 steps.step(stream[1], kept)
 found["anew"] = float((steps.similarity - 7).abs().min())
+
+# settings side by side, each from a state of its own
+fused.TILES["similarity"]["SPLIT"] = 2
+task, stream, _ = tt.toy(classes=7, dim=24, images=40, views=3)
+methods = [DPE(**settings) for settings in SIDE_BY_SIDE]
+states = []
+for run, method in enumerate(methods):
+    state = method.init(task)._replace(text=task.text.roll(run, 0))  # an image has another label in every run
+    states.append(method.scan(task, state, stream[: 2 + 2 * run])[1])
+stream = stream[[25, 29]]  # the first is of a class that none has seen
+runner = graph.Runner(abreast.Abreast(task, methods), task, 3, steps=2, kernels=True)
+runner.load(task, abreast.State(*map(torch.stack, zip(*map(leaves, states)))))
+found["seen"] = runner._fused.seen.tolist()
+together, moves = [], []
+for image in stream:
+    before = runner.state().updates
+    together.append(runner.run(image[None])[0])
+    moves.append((runner.state().updates - before).tolist())
+found["moves"] = moves
+found["pulls"] = runner._fused.pulls.abs().amax((1, 2, 3, 4)).tolist()
+found["side by side"] = []
+for run, (method, end) in enumerate(zip(methods, states)):
+    logits, same = torch.empty(7), True
+    steps = fused.Fused([method], task, abreast.alone(end), 3)
+    for image, rows in zip(stream, together):
+        steps.step(image, logits)
+        same = same and torch.equal(rows[run], logits)
+    found["side by side"].append(same and all(map(torch.equal, leaves(end), [leaf[run] for leaf in runner._state])))
 
 # ties: the first class of equal logits; behind equal costs, and only if better than the worst
 task, method, state, stream = late(10, 1, text_update="none")
@@ -174,6 +224,17 @@ def test_the_alignment_is_computed_anew_only_after_a_prototype_has_changed(found
     assert found["anew"] > 0
 
 
+def test_settings_side_by_side_give_bit_for_bit_what_each_gives_alone(found: dict[str, Any]) -> None:
+    assert found["side by side"] == [True] * len(SIDE_BY_SIDE)
+    # whose text prototypes learned from the first image, and whose from the second
+    assert found["moves"] == [[1, 1, 1, 0, 0, 1, 1], [0, 0, 0, 0, 1, 0, 0]]
+    assert len({*found["seen"]}) > 4
+
+
+def test_a_run_without_alignment_is_not_pulled_by_that_of_others(found: dict[str, Any]) -> None:
+    assert [pull > 0 for pull in found["pulls"]] == [bool(DPE(**each).align_weight) for each in SIDE_BY_SIDE]
+
+
 def test_the_first_class_of_equal_logits_gets_the_image(found: dict[str, Any]) -> None:
     assert found["first of equals"] == [0]
 
@@ -181,6 +242,9 @@ def test_the_first_class_of_equal_logits_gets_the_image(found: dict[str, Any]) -
 def test_a_queue_puts_a_feature_behind_its_equals_and_keeps_the_better_ones(found: dict[str, Any]) -> None:
     # 0, 1 and 2 are those it held, in this order; 3 is the new one
     assert found["orders"] == [[0, 1, 3], [0, 1, 2], [0, 1, 3], [3, 0, 1]]
+
+
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 
 
 class Launches:
@@ -197,28 +261,67 @@ class Launches:
         class Kernel:
             def __getitem__(_, grid: tuple[int, ...]) -> Any:
                 def launch(*arguments: Any, **named: Any) -> None:
-                    for option in ("num_warps", "num_stages", "enable_fp_fusion"):
-                        named.pop(option, None)
-                    inspect.signature(kernel.fn).bind(*arguments, **named)  # each argument, and once
+                    options = {option: named.pop(option) for option in OPTIONS if option in named}
+                    bound = inspect.signature(kernel.fn).bind(*arguments, **named)  # each argument, and once
                     self.programs[name] = math.prod(grid)
+                    self.launch(kernel, bound.arguments, options)
 
                 return launch
 
         return Kernel()
 
+    def launch(self, kernel: Any, arguments: dict[str, Any], options: dict[str, Any]) -> None:
+        """Nothing happens."""
 
-def launches(monkeypatch: pytest.MonkeyPatch, classes: int, dim: int, **settings: Any) -> dict[str, int]:
+
+class Compiles(Launches):
+    """Compiles what would be launched for an H100 or H200, down to what they run."""
+
+    def launch(self, kernel: Any, arguments: dict[str, Any], options: dict[str, Any]) -> None:
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+
+        constants = {name: value for name, value in arguments.items() if name.isupper()}
+        signature = {name: "constexpr" if name in constants else kind(value) for name, value in arguments.items()}
+        # what Triton would find out about the arguments: places and sizes that are multiples of 16
+        even = {
+            (place,): [["tt.divisibility", 16]]
+            for place, (name, value) in enumerate(arguments.items())
+            if isinstance(value, torch.Tensor) or (name not in constants and isinstance(value, int) and value % 16 == 0)
+        }
+        source = ASTSource(kernel, signature, constants, even)
+        assert triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["cubin"]
+
+
+def kind(value: Any) -> str:
+    """What Triton calls the type of an argument."""
+    names = {torch.float64: "*fp64", torch.float32: "*fp32", torch.float16: "*fp16", torch.int32: "*i32"}
+    if isinstance(value, torch.Tensor):
+        return names.get(value.dtype, "*i64")
+    return "fp32" if isinstance(value, float) else "i32"
+
+
+def launches(
+    monkeypatch: pytest.MonkeyPatch,
+    classes: int,
+    dim: int,
+    runs: int = 1,
+    recorder: Launches | None = None,
+    **settings: Any,
+) -> dict[str, int]:
     """The kernels of one step and their numbers of programs."""
     task, stream, _ = tt.toy(classes=classes, dim=dim, images=1, views=64)
+    methods, recorder = [DPE(**settings)] * runs, recorder or Launches()
     with monkeypatch.context() as patch:
         patch.setattr(fused.Fused, "refresh", lambda self: None)
-        steps = fused.Fused(DPE(**settings), task, DPE(**settings).init(task), 64)
-    steps.kernels = steps.alignment = recorded = Launches()  # type: ignore[assignment]
+        steps = fused.Fused(methods, task, abreast.Abreast(task, methods).init(task), 64)
+    steps.kernels = steps.alignment = recorder  # type: ignore[assignment]
     steps.refresh()
-    assert set(recorded.programs) == {"aim"} and int(steps.stale) == 1
-    recorded.programs.clear()
-    steps.step(stream[0], torch.empty(classes))
-    return recorded.programs
+    assert set(recorder.programs) == {"aim"} and steps.stale.tolist() == [1] * runs
+    recorder.programs.clear()
+    steps.step(stream[0], torch.empty(runs, classes))
+    return recorder.programs
 
 
 def test_a_step_is_eight_launches_and_fewer_where_parts_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,6 +339,29 @@ def test_products_have_as_many_programs_as_a_gpu_has_processors(monkeypatch: pyt
     assert more["pull"] == 13 * 8  # enough without splitting sums
 
 
+def test_settings_side_by_side_are_as_many_launches_with_the_same_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = launches(monkeypatch, 100, 512)
+    together = launches(monkeypatch, 100, 512, runs=5)
+    assert together == {name: 5 * programs for name, programs in alone.items()}
+    assert alone["similarity"] == 2 * 2 and alone["pull"] == 2 * 8 * 2
+
+
+def test_room_counts_what_a_run_takes_beside_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused.Fused, "refresh", lambda self: None)
+    for classes, dim in ((100, 512), (1000, 512), (37, 100)):
+        task, _, _ = tt.toy(classes=classes, dim=dim, images=1)
+        methods = [DPE(), DPE(alpha=2.0)]
+        steps = fused.Fused(methods, task, abreast.Abreast(task, methods).init(task), 1)
+        taken = sum(buffer.nbytes for buffer in vars(steps).values() if isinstance(buffer, torch.Tensor))
+        assert 0.8 * taken < 2 * fused.room(task) < 1.6 * taken
+
+
+def test_every_kernel_compiles_for_a_gpu_that_is_not_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    compiled = launches(monkeypatch, 100, 64, recorder=Compiles(), runs=2)
+    assert len(compiled) == 8
+
+
 def test_stages_find_room_in_shared_memory() -> None:
     tile = {"ROWS": 128, "COLUMNS": 128, "DEPTH": 64}
     assert [fused._stages(tile, room) for room in (232_448, 166_912, 101_376, 49_152)] == [3, 2, 1, 1]
@@ -246,8 +372,8 @@ def test_stages_find_room_in_shared_memory() -> None:
 )
 def test_settings_that_the_kernels_are_not_written_for_are_left_alone(settings: dict[str, Any]) -> None:
     task, _, _ = tt.toy()
-    assert fused.fits(DPE(), task, 4)
-    assert not fused.fits(DPE(**settings), task, 4)
+    assert fused.fits([DPE()], task, 4)
+    assert not fused.fits([DPE(**settings)], task, 4)
 
 
 def test_other_methods_dtypes_and_shapes_are_left_alone() -> None:
@@ -255,11 +381,15 @@ def test_other_methods_dtypes_and_shapes_are_left_alone() -> None:
         pass
 
     task, _, _ = tt.toy()
-    assert not fused.fits(Own(), task, 4)
-    assert not fused.fits(tt.make_method("tda"), task, 4)
-    assert not fused.fits(DPE(), task.to(dtype=torch.float64), 4)
-    assert not fused.fits(DPE(), task, fused.MOST_VIEWS + 1)
-    assert not fused.fits(DPE(), replace(task, text=task.text.T.contiguous().T), 4)
+    assert fused.fits([DPE(), DPE(alpha=2.0)], task, 4)
+    assert not fused.fits([DPE(), DPE(queue=2)], task, 4)
+    assert not fused.fits([DPE(), Own()], task, 4)
+    assert not fused.fits([DPE()] * (fused.MOST_RUNS + 1), task, 4)
+    assert not fused.fits([Own()], task, 4)
+    assert not fused.fits([tt.make_method("tda")], task, 4)
+    assert not fused.fits([DPE()], task.to(dtype=torch.float64), 4)
+    assert not fused.fits([DPE()], task, fused.MOST_VIEWS + 1)
+    assert not fused.fits([DPE()], replace(task, text=task.text.T.contiguous().T), 4)
 
 
 def test_kernels_that_cannot_be_launched_leave_the_step_to_the_method(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,3 +404,22 @@ def test_kernels_that_cannot_be_launched_leave_the_step_to_the_method(monkeypatc
     with pytest.warns(RuntimeWarning, match=r"kernels of 'dpe' cannot be launched.*no room for that\)"):
         runner = graph.Runner(DPE(), task, 4, kernels=True)
     assert torch.equal(runner.run(stream), DPE().scan(task, DPE().init(task), stream)[0])
+
+
+@pytest.mark.parametrize("launched", [True, False])
+def test_a_stream_that_becomes_long_keeps_its_kernels(launched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(self: fused.Fused, views: torch.Tensor, out: torch.Tensor) -> None:
+        if not launched:
+            raise RuntimeError("no room for that")
+
+    monkeypatch.setattr(fused.Fused, "refresh", lambda self: None)
+    monkeypatch.setattr(fused.Fused, "step", step)
+    monkeypatch.setattr(graph, "Runner", partial(graph.Runner, kernels=True))
+    monkeypatch.setattr(graph, "_runners", OrderedDict())
+    monkeypatch.setattr(graph, "compiled", lambda function: function)
+    task, _, _ = tt.toy()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        short, long = (graph.runner_for(DPE(), task, 4, compile=compile) for compile in (False, True))
+    assert (short is long) == launched == short.has_kernels
+    assert graph.runner_for(DPE(), task, 4, compile=False) is short

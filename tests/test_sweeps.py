@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from tolerances import assert_close
 
 import testtime as tt
 from testtime import sweeps
-from testtime.fast import forms
+from testtime.fast import forms, fused
 from testtime.fast.abreast import Abreast
 from testtime.fast.graph import Runner
 from testtime.methods.dpe import DPE
@@ -45,6 +47,13 @@ def test_settings_that_do_not_fit_in_memory_together_run_in_turns(monkeypatch) -
     assert [len(group) for group in sweeps._abreast(task, grid)] == [2, 2, 1]
     for one, other in zip(expected, tt.sweep(task, grid, [stream]), strict=True):
         assert torch.equal(one, other)
+
+
+def test_on_a_gpu_the_buffers_of_kernels_count_too() -> None:
+    task, _, _ = tt.toy()
+    ghost = copy.copy(task)  # a tensor that is not on the CPU, and takes no memory
+    object.__setattr__(ghost, "text", task.text.to("meta"))
+    assert sweeps._size(ghost, DPE()) == sweeps._size(task, DPE()) + fused.room(task)
 
 
 def test_an_empty_sweep_is_refused() -> None:

@@ -1,8 +1,9 @@
 """Many settings of a method over one stream, in one pass.
 
 Where the method has a fast twin, settings that fit together go through the stream by groups: on a CPU a core has a
-group to itself, on a GPU a group shares each launch. The numbers are those of running the settings one by one, up to
-rounding: a single run may use more cores for a product, or other kernels.
+group to itself, on a GPU a group shares each launch. The numbers are those of running the settings one by one: bit for
+bit where a run has the kernels of `testtime.fast.fused`, and elsewhere up to rounding, since a single run may use more
+cores for a product.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from testtime.features import unit_views
 from testtime.methods.base import leaves
 from testtime.types import InputError, Method, Task
 
-# bytes of state that a group of runs may take
+# bytes that a group of runs may take
 ABREAST = {"cpu": 2**23, "cuda": 2**32}
 
 
@@ -98,5 +99,10 @@ def _abreast(task: Task, methods: Sequence[Method]) -> list[list[int]]:
 
 
 def _size(task: Task, method: Method) -> int:
-    """Bytes that a run's state takes."""
-    return sum(leaf.nbytes for leaf in leaves(method.init(task)))
+    """Bytes that a run's state takes, and on a GPU the buffers of its kernels."""
+    state = sum(leaf.nbytes for leaf in leaves(method.init(task)))
+    if task.text.is_cpu:
+        return state
+    from testtime.fast import fused
+
+    return state + fused.room(task)

@@ -1,9 +1,10 @@
 """Settings of DPE side by side on a GPU: one step with a leading settings axis, for graphs to capture.
 
-One step of one setting leaves most of a GPU idle, so S of them cost little more. The arithmetic is that of
-`methods.dpe` in its released form; like a method, this has `init` and `step`, and its state is a NamedTuple of tensors
-(S, ...). But a step writes to the state it is given: at this size, copies would cost more than the step. Nothing looks
-at a tensor's value. S runs, V views, C classes, D features, M slots.
+One step of one setting leaves most of a GPU idle, so S of them cost little more. `graph.Runner` takes the kernels of
+`fused` for it where they fit, and otherwise the step here: in float64, or without queues or Triton. It computes what
+`methods.dpe` does in its released form. Like a method, this has `init` and `step`, and its state is a NamedTuple of
+tensors (S, ...); but a step writes to the state it is given: at this size, copies would cost more than the step.
+Nothing looks at a tensor's value. S runs, V views, C classes, D features, M slots.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from torch import Tensor
 
 from testtime import ops
 from testtime.fast import forms
-from testtime.methods.dpe import DPE
+from testtime.methods import dpe
+from testtime.methods.base import leaves
 from testtime.types import Task
 
 
@@ -29,12 +31,17 @@ class State(NamedTuple):
     visual: Tensor  # (S, C, D)
 
 
+def alone(state: dpe.State) -> State:
+    """The state of one run as that of several, S being 1; the tensors are the same."""
+    return State(*(leaf[None] for leaf in leaves(state)))
+
+
 class Abreast:
     """DPE under S settings at once; a method for `graph.Runner`, whose answers are logits (S, C)."""
 
     name = "dpe, side by side"
 
-    def __init__(self, task: Task, methods: Sequence[DPE]) -> None:
+    def __init__(self, task: Task, methods: Sequence[dpe.DPE]) -> None:
         like = task.text
 
         def each(*values: float) -> Tensor:
@@ -50,17 +57,15 @@ class Abreast:
             self.lr_text,
             self.lr_visual,
             self.bits,
+            self.sharpness,
+            self.threshold,
+            self.share,
+            self.prompt_count,
+            keeps_below,
+            evolves,
+            renormalises,
         ) = (each(*values) for values in forms.numbers(task, methods))
-        self.temperature = each(*(m.align_temperature for m in methods))[..., None]
-        self.threshold = each(*(m.entropy_threshold for m in methods))
-        self.keeps_below = each(*(float(m.gate_keeps == "below") for m in methods)) > 0
-        self.evolves = each(*(float(m.text_update != "none") for m in methods)) > 0
-        self.renormalises = each(*(float(m.renormalise_text) for m in methods))[..., None] > 0
-        # how far text prototypes move; cumulative averages count instead
-        shares = {"full": 1.0, "cumulative": 0.0, "none": 0.0}
-        self.share = each(*(shares.get(m.text_update, 1 - m.text_decay) for m in methods))
-        self.cumulative = each(*(float(m.text_update == "cumulative") for m in methods)) > 0
-        self.prompt_count = each(*(float(m.prompt_count) for m in methods))
+        self.keeps_below, self.evolves, self.renormalises = keeps_below > 0, evolves > 0, renormalises[..., None] > 0
         self.runs = torch.arange(len(methods), device=like.device)
         self.same = torch.eye(task.classes, device=like.device, dtype=like.dtype)
 
@@ -111,7 +116,7 @@ class Abreast:
         # 5. evolve the text prototypes with images that are confident enough
         calm = ops.entropy(logits)[:, None] * self.bits < self.threshold
         accepted = (calm == self.keeps_below) & self.evolves  # (S, 1)
-        share = torch.where(self.cumulative, 1 / (state.updates[:, None] + self.prompt_count + 1), self.share)
+        share = torch.where(self.share < 0, 1 / (state.updates[:, None] + self.prompt_count + 1), self.share)
         state.text.lerp_(adapted, (share * accepted).to(t)[..., None])
         if any(method.renormalise_text for method in self.methods):
             text = torch.where(self.renormalises & accepted[..., None], ops.unit(state.text), state.text)
@@ -145,7 +150,7 @@ class Abreast:
     def _pulls(self, t: Tensor, v: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
         """How the alignment pulls each text and each visual prototype: (S, C, D) both; zero in runs without it."""
         absent = (seen - 1) * torch.finfo(t.dtype).max
-        pull = torch.baddbmm(absent[:, None], v / self.temperature, t.mT).softmax(2).sub_(self.same)
+        pull = torch.baddbmm(absent[:, None], v * self.sharpness[..., None], t.mT).softmax(2).sub_(self.same)
         pull.mul_((self.align_weight > 0)[..., None])
         return pull.mT @ v, pull @ t
 

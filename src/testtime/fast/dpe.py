@@ -64,24 +64,22 @@ class Run:
     def __init__(self, task: Task, method: DPE, state: State) -> None:
         self.method = method
         self.real = real = task.text.numpy().dtype.type
-        numbers = forms.numbers(task, [method])
-        alpha, beta, entropy_weight, align_weight, eps, lr_text, lr_visual, per_nat = (real(n[0]) for n in numbers)
+        numbers = {name: real(values[0]) for name, values in forms.numbers(task, [method])._asdict().items()}
         if not method.steps:
-            align_weight = lr_text = lr_visual = real(0)
-        share = {"full": 1.0, "exponential": 1 - method.text_decay}.get(method.text_update, -1.0)
+            numbers |= dict.fromkeys(("align_weight", "lr_text", "lr_visual"), real(0))
         self.settings = Settings(
             scale=real(task.scale),
-            alpha=alpha,
-            beta=beta,
-            entropy_weight=entropy_weight,
-            align_weight=align_weight,
-            sharpness=real(1 / method.align_temperature),
-            eps=eps,
-            lr_text=lr_text,
-            lr_visual=lr_visual,
-            per_nat=per_nat,
+            alpha=numbers["alpha"],
+            beta=numbers["beta"],
+            entropy_weight=numbers["entropy_weight"],
+            align_weight=numbers["align_weight"],
+            sharpness=numbers["sharpness"],
+            eps=numbers["eps"],
+            lr_text=numbers["lr_text"],
+            lr_visual=numbers["lr_visual"],
+            per_nat=numbers["per_nat"],
             threshold=method.entropy_threshold,
-            share=real(share),
+            share=numbers["share"],
             keep=0,  # of as many views as come
             prompt_count=method.prompt_count,
             threads=1,
@@ -91,13 +89,13 @@ class Run:
             renormalise=method.renormalise_text,
         )
         seen = state.queue.cost.isfinite().any(1).numpy()
-        aligned = bool(align_weight > 0)
+        aligned = bool(numbers["align_weight"] > 0)
         self.run = kernels.Run(
             text=_side(state.text, aligned, self.settings.evolves),
             visual=_side(state.visual, aligned, False),
             keys=owned(state.queue.keys),
             cost=owned(state.queue.cost),
-            height=alpha * seen,
+            height=numbers["alpha"] * seen,
             seen=seen,
             updates=np.array([int(state.updates)]),
             stale=np.array([aligned]),

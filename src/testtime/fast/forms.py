@@ -45,6 +45,13 @@ class Numbers(NamedTuple):
     lr_text: list[float]
     lr_visual: list[float]
     per_nat: list[float]  # what turns an entropy in nats into the unit of the thresholds
+    sharpness: list[float]  # of the alignment: 1 over its temperature
+    threshold: list[float]
+    share: list[float]  # how far text prototypes move to the nudged ones; below 0: as a cumulative average does
+    prompt_count: list[float]
+    keeps_below: list[float]  # 1 or 0, as what follows
+    evolves: list[float]
+    renormalises: list[float]
 
 
 def numbers(task: Task, methods: Sequence[DPE]) -> Numbers:
@@ -58,4 +65,11 @@ def numbers(task: Task, methods: Sequence[DPE]) -> Numbers:
         [m.lr_text for m in methods],
         [m.lr_image for m in methods],
         [1 / math.log(task.classes, 2 if m.entropy_unit == "log2" else math.e) for m in methods],
+        [1 / m.align_temperature for m in methods],
+        [m.entropy_threshold for m in methods],
+        [{"full": 1.0, "exponential": 1 - m.text_decay}.get(m.text_update, -1.0) for m in methods],
+        [float(m.prompt_count) for m in methods],
+        [float(m.gate_keeps == "below") for m in methods],
+        [float(m.text_update != "none") for m in methods],
+        [float(m.renormalise_text) for m in methods],
     )

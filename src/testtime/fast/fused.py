@@ -1,5 +1,9 @@
 """DPE's step on a GPU as eight launches that Triton compiles: the state moves on in place, and nothing is read back.
 
+A launch is for S runs side by side, which differ in their settings: one of them leaves most of a GPU idle. What they
+differ in is read from a table, and no tile or argument depends on S, so a run's numbers are bit for bit those it has
+alone.
+
 What it does beyond `methods.dpe`, the twin that reads like the paper:
 
 - a step is few kernels, each of which does all that can be done before programs must wait for one another;
@@ -14,6 +18,7 @@ wherever it is computed, so a run that is saved and loaded goes on as it would h
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -22,11 +27,13 @@ from torch import Tensor
 
 from testtime import ops
 from testtime.fast import forms
-from testtime.methods.dpe import DPE, State
+from testtime.fast.abreast import State
+from testtime.methods.dpe import DPE
 from testtime.types import Task
 
 MOST_VIEWS = 256  # every two are compared in one program
 MOST_CLASSES = 2**15  # beyond, a place in a matrix of C x C is no number of 32 bits
+MOST_RUNS = 2**13  # the last axis of a grid has room for so many, each in several layers
 PAD = 128  # what the sides of padded buffers are multiples of, and so the largest tile and split depth of a product
 FEW = 512  # classes below which products have small tiles, for more programs
 ROOM = 96  # programs that do without splitting sums: about as many as a GPU has processors
@@ -40,16 +47,17 @@ TILES: dict[str, dict[str, int]] = {
     "misplace": {"ROWS": 2, "COLUMNS": 1024, "num_warps": 4},
     "pull": {"ROWS": 128, "COLUMNS": 128, "DEPTH": 32, "SPLIT": 2, "num_warps": 8, "num_stages": 4},
 }
-SMALL = {"ROWS": 64, "COLUMNS": 64, "num_warps": 4}
+SMALL = {"ROWS": 64, "COLUMNS": 64, "SPLIT": 1, "num_warps": 4}
 
 
-def fits(method: Any, task: Task, views: int) -> bool:
-    """Whether there is such a step for the method, on tasks and numbers of views of this shape."""
+def fits(methods: Sequence[Any], task: Task, views: int) -> bool:
+    """Whether there is such a step for the methods side by side, on tasks and numbers of views of this shape."""
     return (
-        type(method) is DPE  # a class derived from it may do something else
-        and forms.fits(method)
-        and method.queue > 0
-        and not method.multi_view_prediction
+        all(type(method) is DPE and forms.fits(method) for method in methods)  # a class derived may do something else
+        and 1 <= len(methods) <= MOST_RUNS
+        and len({forms.shape(method) for method in methods}) == 1
+        and methods[0].queue > 0
+        and not methods[0].multi_view_prediction
         and task.text.dtype == torch.float32
         and task.text.is_contiguous()
         and 1 < task.classes <= MOST_CLASSES
@@ -58,22 +66,32 @@ def fits(method: Any, task: Task, views: int) -> bool:
     )
 
 
+def room(task: Task) -> int:
+    """Bytes that the buffers of a run take beside its state, but for what depends on the number of views."""
+    tall, wide, split = _rounded(task.classes, PAD), _rounded(task.dim, PAD), TILES["pull"]["SPLIT"]
+    parts, pulls, moved = 2 * 2 * tall * wide * 2, 2 * split * tall * wide * 4, task.classes * task.dim * 4
+    similarity = misplaced = tall * tall * 4
+    return parts + pulls + moved + similarity + misplaced
+
+
 class Fused:
-    """Steps of one method that move `state` on in place, for images of so many views; see `fits`.
+    """Steps of S methods side by side that move `state` on in place, for images of so many views; see `fits`.
 
     Whoever writes to the state in between calls `refresh` before the next step.
     """
 
-    def __init__(self, method: Any, task: Task, state: State, views: int) -> None:
+    def __init__(self, methods: Sequence[DPE], task: Task, state: State, views: int) -> None:
         from testtime.fast import fused_alignment, fused_kernels
 
         self.kernels, self.alignment = fused_kernels, fused_alignment
-        self.method, self.task, self.state = method, task, state
-        self.count, self.keep = views, ops.kept(views, method.selection)
-        # as floats, whatever they were given as: Triton compiles anew for whole numbers
-        self.numbers = {name: float(values[0]) for name, values in forms.numbers(task, [method])._asdict().items()}
-        self.scale = float(task.scale)
-        self.pulled = bool(method.steps and self.numbers["align_weight"])
+        self.method, self.runs = methods[0], len(methods)  # all agree with the first in `forms.shape`
+        self.task, self.state = task, state
+        self.count, self.keep = views, ops.kept(views, self.method.selection)
+        numbers = forms.numbers(task, methods)
+        self.numbers = task.text.new_tensor(list(zip(*numbers, strict=True)))  # (S, K)
+        self.scale = float(task.scale)  # even a whole one: Triton would compile anew for that
+        self.pulled = self.method.steps > 0 and any(numbers.align_weight)
+        self.evolves = any(numbers.evolves)
         classes, dim = task.text.shape
         self.tall, self.wide = _rounded(classes, PAD), _rounded(dim, PAD)
         self.shape = {"classes": classes, "dim": dim, "tall": self.tall, "wide": self.wide}
@@ -81,28 +99,30 @@ class Fused:
         self.tiles = {name: {**tile, "enable_fp_fusion": False} for name, tile in TILES.items()}
         self._fit_tiles()
 
-        like = task.text
-        whole = torch.zeros((), dtype=torch.int32, device=like.device)
+        # each in memory of its own: Triton compiles anew for places that are aligned otherwise
+        like, runs = task.text, self.runs
+        whole = torch.zeros(runs, dtype=torch.int32, device=like.device)
         # kept beside the state: see `refresh`
-        self.text_length, self.visual_length = like.new_ones(classes), like.new_ones(classes)
+        self.text_length, self.visual_length = (like.new_ones(runs, classes) for _ in range(2))
         self.text_parts, self.visual_parts = (self._parts(self.wide) for _ in range(2))
         self.seen, self.stale = whole.clone(), whole.clone()
         # between kernels
         round_views, tile = self.tiles["choose"]["VIEWS"], self.tiles["view_logits"]
         self.view_blocks = _over(classes, tile["CLASSES"])
-        self.view_logits = like.new_empty(round_views, self.tall)
-        self.view_summaries = like.new_empty(3, self.view_blocks, round_views, dtype=torch.float64)
+        self.view_logits = like.new_empty(runs, round_views, self.tall)
+        self.view_summaries = like.new_empty(runs, 3, self.view_blocks, round_views, dtype=torch.float64)
         self.parts = _over(max(classes, dim), self.tiles["choose"]["PART"])
-        self.votes, self.labels = like.new_empty(2, self.parts), whole.new_empty(self.parts)
-        self.feature, self.logit, self.boost = like.new_empty(dim), like.new_empty(classes), like.new_empty(classes)
+        self.votes, self.labels = like.new_empty(runs, 2, self.parts), whole.new_empty(runs, self.parts)
+        self.feature = like.new_empty(runs, dim)
+        self.logit, self.boost = (like.new_empty(runs, classes) for _ in range(2))
         self.blocks = _over(classes, self.rows["ROWS"])
-        self.summaries, self.answers = (like.new_empty(3, self.blocks, dtype=torch.float64) for _ in range(2))
-        self.moved, self.moved_length = torch.empty_like(like), like.new_empty(classes)
+        self.summaries, self.answers = (like.new_empty(runs, 3, self.blocks, dtype=torch.float64) for _ in range(2))
+        self.moved, self.moved_length = torch.empty_like(state.text), like.new_empty(runs, classes)
         self.updates_before = torch.zeros_like(state.updates)
         aligned = self.tall if self.pulled else 1  # of no use then
-        self.similarity = like.new_zeros(self.tiles["similarity"]["SPLIT"], aligned, aligned)
+        self.similarity = like.new_zeros(runs, self.tiles["similarity"]["SPLIT"], aligned, aligned)
         self.misplaced = self._parts(aligned)
-        self.pulls = like.new_zeros(2, self.tiles["pull"]["SPLIT"], aligned, self.wide)
+        self.pulls = like.new_zeros(runs, 2, self.tiles["pull"]["SPLIT"], aligned, self.wide)
         self.refresh()
 
     def refresh(self) -> None:
@@ -113,42 +133,42 @@ class Fused:
                 (state.text, self.text_length, self.text_parts),
                 (state.visual, self.visual_length, self.visual_parts),
             ):
-                self.kernels.aim[(self.blocks,)](vectors, lengths, parts, **self.shape, **self.rows)
-        self.seen.copy_((state.queue.cost[:, 0] < torch.inf).sum())
+                self.kernels.aim[(self.blocks, self.runs)](vectors, lengths, parts, **self.shape, **self.rows)
+        self.seen.copy_((state.cost[:, :, 0] < torch.inf).sum(1))
         self.stale.fill_(1)
 
     def step(self, views: Tensor, out: Tensor) -> None:
-        """Write the logits of one image's views (V, D) to `out` (C,), and move the state on."""
+        """Write the logits of one image's views (V, D) to `out` (S, C), and move the state on."""
         with _on(views.device):
             self._choose(views)
             self._push()
             if self.pulled:
                 self._pull()
             self._answer(views, out)
-            if self.method.text_update != "none":
+            if self.evolves:
                 self._evolve()
 
     def _choose(self, views: Tensor) -> None:
         tile, shape = self.tiles["view_logits"], self.shape
-        grid = self.view_blocks, len(self.view_logits) // tile["VIEWS"]
+        grid = self.view_blocks, self.view_logits.shape[1] // tile["VIEWS"], self.runs
         self.kernels.view_logits[grid](
             *(views, self.text_parts, self.view_logits, self.view_summaries),
             *(self.scale, self.count),
             **shape,
             **tile,
         )
-        self.kernels.choose[(self.parts,)](
+        self.kernels.choose[(self.parts, self.runs)](
             *(views, self.view_logits, self.view_summaries, self.feature, self.logit, self.votes, self.labels),
             *(self.view_blocks, self.count, self.keep, shape["classes"], shape["dim"], self.tall),
             **self.tiles["choose"],
         )
 
     def _push(self) -> None:
-        state, numbers, slots = self.state, self.numbers, self.method.queue
-        self.kernels.push[(self.blocks,)](
-            *(self.feature, self.logit, self.votes, self.labels, state.queue.keys, state.queue.cost, state.visual),
+        state, slots = self.state, self.method.queue
+        self.kernels.push[(self.blocks, self.runs)](
+            *(self.feature, self.logit, self.votes, self.labels, state.keys, state.cost, state.visual),
             *(self.visual_length, self.visual_parts, self.boost, self.summaries, self.seen, self.stale),
-            *(numbers["per_nat"], numbers["alpha"], numbers["beta"], self.parts),
+            *(self.numbers, self.parts),
             **self.shape,
             SLOTS=slots,
             SLOTS_ROUND=_round(slots),
@@ -157,52 +177,47 @@ class Fused:
         )
 
     def _pull(self) -> None:
-        method, classes, sides = self.method, self.shape["classes"], (self.tall, self.wide)
+        classes, known = self.shape["classes"], (self.stale, self.numbers)
         tile = self.tiles["similarity"]
-        grid = self.tall // tile["ROWS"], self.tall // tile["COLUMNS"], tile["SPLIT"]
-        self.alignment.similarity[grid](self.visual_parts, self.text_parts, self.similarity, self.stale, *sides, **tile)
-        self.alignment.misplace[(_over(classes, self.tiles["misplace"]["ROWS"]),)](
-            *(self.similarity, self.state.queue.cost, self.misplaced, self.stale),
-            *(1 / method.align_temperature, classes, self.tall),
-            SLOTS=method.queue,
+        grid = self.tall // tile["ROWS"], self.tall // tile["COLUMNS"], self.runs * tile["SPLIT"]
+        self.alignment.similarity[grid](
+            *(self.visual_parts, self.text_parts, self.similarity, *known, self.tall, self.wide),
+            **tile,
+        )
+        self.alignment.misplace[(_over(classes, self.tiles["misplace"]["ROWS"]), self.runs)](
+            *(self.similarity, self.state.cost, self.misplaced, *known, classes, self.tall),
+            SLOTS=self.method.queue,
             SPLIT=tile["SPLIT"],
             **self.tiles["misplace"],
         )
         tile = self.tiles["pull"]
-        grid = self.tall // tile["ROWS"], self.wide // tile["COLUMNS"], 2 * tile["SPLIT"]
+        grid = self.tall // tile["ROWS"], self.wide // tile["COLUMNS"], self.runs * 2 * tile["SPLIT"]
         self.alignment.pull[grid](
-            self.misplaced, self.text_parts, self.visual_parts, self.pulls, self.stale, *sides, **tile
+            *(self.misplaced, self.text_parts, self.visual_parts, self.pulls, *known, self.tall, self.wide),
+            **tile,
         )
 
     def _answer(self, views: Tensor, out: Tensor) -> None:
-        state, numbers, method = self.state, self.numbers, self.method
-        self.kernels.answer[(self.blocks,)](
-            *(views, state.text, self.text_length, state.visual, self.visual_length, state.queue.cost),
+        state = self.state
+        self.kernels.answer[(self.blocks, self.runs)](
+            *(views, state.text, self.text_length, state.visual, self.visual_length, state.cost),
             *(self.feature, self.logit, self.boost, self.summaries, self.pulls, self.moved, self.moved_length),
             *(out, self.answers, state.updates, self.updates_before, self.seen, self.stale),
-            *(self.scale, numbers["alpha"], numbers["beta"], numbers["entropy_weight"]),
-            *(numbers["align_weight"], numbers["eps"], numbers["lr_text"], numbers["lr_visual"]),
+            *(self.numbers, self.scale),
             **self.shape,
-            SLOTS=method.queue,
+            SLOTS=self.method.queue,
             SPLIT=self.tiles["pull"]["SPLIT"],
-            LEARNS=method.steps > 0,
-            PULLED=self.pulled,
-            EVOLVES=method.text_update != "none",
+            LEARNS=self.method.steps > 0,
             BLOCKS=_round(self.blocks),
             **self.rows,
         )
 
     def _evolve(self) -> None:
-        state, method = self.state, self.method
-        share = 1.0 if method.text_update == "full" else 1.0 - method.text_decay
-        self.kernels.evolve[(self.blocks,)](
+        state = self.state
+        self.kernels.evolve[(self.blocks, self.runs)](
             *(state.text, self.text_length, self.text_parts, self.moved, self.moved_length, self.answers),
-            *(state.updates, self.updates_before, self.stale),
-            *(self.numbers["per_nat"], float(method.entropy_threshold), share, method.prompt_count),
+            *(state.updates, self.updates_before, self.stale, self.numbers),
             **self.shape,
-            BELOW=int(method.gate_keeps == "below"),
-            CUMULATIVE=method.text_update == "cumulative",
-            RENORMALISES=method.renormalise_text,
             BLOCKS=_round(self.blocks),
             **self.rows,
         )
@@ -225,8 +240,8 @@ class Fused:
             tile["num_stages"] = min(tile["num_stages"], _stages(tile, _shared_memory(self.task.text.device)))
 
     def _parts(self, wide: int) -> Tensor:
-        """Room for the half-precision parts of vectors: (2, tall, wide) of zeros, which stay zero beyond C and D."""
-        return torch.zeros(2, self.tall, wide, dtype=torch.float16, device=self.task.text.device)
+        """Room for the half-precision parts of vectors: (S, 2, tall, wide) of zeros; beyond C and D they stay zero."""
+        return torch.zeros(self.runs, 2, self.tall, wide, dtype=torch.float16, device=self.task.text.device)
 
 
 def _on(device: torch.device) -> Any:

@@ -1,7 +1,8 @@
 """Kernels of `testtime.fast.fused`, in Triton: how DPE's alignment pulls the prototypes, as three launches.
 
 Three products of C x C x D. What they give is a function of the prototypes alone, so they return at once unless it is
-`stale`. A sum may be split in SPLIT parts, for more programs; whoever reads the result adds them up.
+`stale`, and in runs without alignment. A sum may be split in SPLIT parts, for more programs; whoever reads the result
+adds them up. The last axis of a launch counts these as well as runs.
 """
 
 # Triton reads the annotations of kernels itself, and knows but its own
@@ -12,20 +13,29 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from testtime.fast.fused_kernels import GRADE, LOWEST, product, store_parts
+from testtime.fast.fused_kernels import ALIGN_WEIGHT, GRADE, LOWEST, SHARPNESS, number, product, store_parts
+
+
+@triton.jit
+def _settled(stale, numbers, run):
+    """Whether there is nothing to compute for a run."""
+    return (tl.load(stale + run) == 0) | (number(numbers, run, ALIGN_WEIGHT) == 0)
 
 
 @triton.jit
 def similarity(
-    visual_parts, text_parts, out, stale, tall, wide,
+    visual_parts, text_parts, out, stale, numbers, tall, wide,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """A tile of the cosines (tall, tall) of visual by text prototypes: one of SPLIT parts of the sum."""
-    if tl.load(stale) == 0:
+    run, part = (tl.program_id(2) // SPLIT).to(tl.int64), tl.program_id(2) % SPLIT
+    if _settled(stale, numbers, run):
         return
+    visual_parts, text_parts = visual_parts + run * 2 * tall * wide, text_parts + run * 2 * tall * wide
+    out += (run * SPLIT + part) * tall * tall
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    part, span = tl.program_id(2), wide // SPLIT
+    span = wide // SPLIT
     depth = part * span + tl.arange(0, DEPTH)
     a = visual_parts + rows[:, None] * wide + depth[None, :]
     b = text_parts + columns[None, :] * wide + depth[:, None]
@@ -35,23 +45,26 @@ def similarity(
         total = product(tl.load(a), tl.load(a + small), tl.load(b), tl.load(b + small), total)
         a += DEPTH
         b += DEPTH
-    tl.store(out + part * tall * tall + rows[:, None] * tall + columns[None, :], total / (GRADE * GRADE))
+    tl.store(out + rows[:, None] * tall + columns[None, :], total / (GRADE * GRADE))
 
 
 @triton.jit
 def misplace(
-    similarities, cost, misplaced, stale, steepness, classes, tall,
+    similarities, cost, misplaced, stale, numbers, classes, tall,
     SLOTS: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """The softmax of some rows of similarities over seen classes, less the identity, in parts (2, tall, tall)."""
-    if tl.load(stale) == 0:
+    run = tl.program_id(1).to(tl.int64)
+    if _settled(stale, numbers, run):
         return
+    similarities, misplaced = similarities + run * SPLIT * tall * tall, misplaced + run * 2 * tall * tall
+    cost, sharpness = cost + run * classes * SLOTS, number(numbers, run, SHARPNESS)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     top = tl.full([ROWS], LOWEST, dtype=tl.float32)
     others, own = tl.zeros([ROWS], dtype=tl.float32), tl.zeros([ROWS], dtype=tl.float32)
     for start in range(0, tall, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
-        value = _similarities(similarities, cost, rows, columns, steepness, classes, tall, SLOTS, SPLIT)
+        value = _similarities(similarities, cost, rows, columns, sharpness, classes, tall, SLOTS, SPLIT)
         mine = rows[:, None] == columns[None, :]
         highest = tl.maximum(top, tl.max(value, 1))
         chance = tl.exp(value - highest[:, None])
@@ -61,7 +74,7 @@ def misplace(
     total = others + own
     for start in range(0, tall, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
-        value = _similarities(similarities, cost, rows, columns, steepness, classes, tall, SLOTS, SPLIT)
+        value = _similarities(similarities, cost, rows, columns, sharpness, classes, tall, SLOTS, SPLIT)
         mine = rows[:, None] == columns[None, :]
         # one's own chance less 1 is what the others have: to the last digit, even where that is little
         chance = tl.where(mine, -others[:, None], tl.exp(value - top[:, None])) / total[:, None]
@@ -71,7 +84,7 @@ def misplace(
 
 @triton.jit
 def _similarities(
-    similarities, cost, rows, columns, steepness, classes, tall, SLOTS: tl.constexpr, SPLIT: tl.constexpr
+    similarities, cost, rows, columns, sharpness, classes, tall, SLOTS: tl.constexpr, SPLIT: tl.constexpr
 ):  # fmt: skip
     """Similarities over the temperature, put together from the parts of their sum; LOWEST for classes not seen."""
     place = similarities + rows[:, None] * tall + columns[None, :]
@@ -80,18 +93,20 @@ def _similarities(
     for part in tl.static_range(1, SPLIT):
         value += tl.load(place + part * tall * tall, mask=inside, other=0.0)
     known = tl.load(cost + columns * SLOTS, mask=columns < classes, other=float("inf")) < float("inf")
-    return tl.where(known[None, :], value * steepness, LOWEST)
+    return tl.where(known[None, :], value * sharpness, LOWEST)
 
 
 @triton.jit
 def pull(
-    misplaced, text_parts, visual_parts, out, stale, tall, wide,
+    misplaced, text_parts, visual_parts, out, stale, numbers, tall, wide,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """A tile of how the alignment pulls text, then visual prototypes: one of SPLIT parts of (2, SPLIT, tall, wide)."""
-    if tl.load(stale) == 0:
+    run, layer = (tl.program_id(2) // (2 * SPLIT)).to(tl.int64), tl.program_id(2) % (2 * SPLIT)
+    if _settled(stale, numbers, run):
         return
-    layer = tl.program_id(2)
+    visual_parts, text_parts = visual_parts + run * 2 * tall * wide, text_parts + run * 2 * tall * wide
+    misplaced, out = misplaced + run * 2 * tall * tall, out + (run * 2 * SPLIT + layer) * tall * wide
     if layer < SPLIT:
         _pull(misplaced, visual_parts, out, layer, tall, wide, True, ROWS, COLUMNS, DEPTH, SPLIT)
     else:
@@ -123,4 +138,4 @@ def _pull(
             total = product(a_large, a_small, tl.load(b), tl.load(b + tall * wide), total)
             a += DEPTH
         b += DEPTH * wide
-    tl.store(out + (layer * tall + rows[:, None]) * wide + columns[None, :], total / (GRADE * GRADE))
+    tl.store(out + rows[:, None] * wide + columns[None, :], total / (GRADE * GRADE))

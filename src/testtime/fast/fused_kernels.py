@@ -1,6 +1,8 @@
 """The kernels of `testtime.fast.fused`, in Triton: a step of DPE but for its alignment, as five launches.
 
-C classes, D features, V views, M slots. A softmax over classes is spread over programs, so each leaves a summary of
+S runs, C classes, D features, V views, M slots. A launch is for all runs, and its last axis says which one a program is
+of: in 64 bits, since the buffers of many have more places than 32 bits count. A program finds its run's slices first;
+shapes below are of these. A softmax over classes is spread over programs, so each leaves a summary of
 its own classes and the next kernel merges them: the highest value, the sum of exp(value - highest), and the sum of
 (value - highest) exp(value - highest), from which follow its normaliser and its entropy. They are in float64: where
 one class has nearly all, an entropy and its slope are what is left of numbers that nearly cancel. Large products are
@@ -18,13 +20,40 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from testtime.fast.forms import Numbers
+
 LOWEST: tl.constexpr = tl.constexpr(-1e30)  # stands for minus infinity, and unlike it gives no NaN times zero
 GRADE: tl.constexpr = tl.constexpr(1024.0)  # keeps small parts where half precision has all its digits
 SLOTS_AT_ONCE: tl.constexpr = tl.constexpr(8)  # chosen views that are read together
 SUMMARIES_AT_ONCE: tl.constexpr = tl.constexpr(64)
 
+# a run's row of numbers (S, NUMBERS): what settings that run side by side differ in
+_PLACES = {name: tl.constexpr(place) for place, name in enumerate(Numbers._fields)}
+NUMBERS: tl.constexpr = tl.constexpr(len(_PLACES))
+ALPHA: tl.constexpr = _PLACES["alpha"]
+BETA: tl.constexpr = _PLACES["beta"]
+ENTROPY_WEIGHT: tl.constexpr = _PLACES["entropy_weight"]
+ALIGN_WEIGHT: tl.constexpr = _PLACES["align_weight"]
+EPS: tl.constexpr = _PLACES["eps"]
+LR_TEXT: tl.constexpr = _PLACES["lr_text"]
+LR_VISUAL: tl.constexpr = _PLACES["lr_visual"]
+PER_NAT: tl.constexpr = _PLACES["per_nat"]
+SHARPNESS: tl.constexpr = _PLACES["sharpness"]
+THRESHOLD: tl.constexpr = _PLACES["threshold"]
+SHARE: tl.constexpr = _PLACES["share"]
+PROMPT_COUNT: tl.constexpr = _PLACES["prompt_count"]
+KEEPS_BELOW: tl.constexpr = _PLACES["keeps_below"]
+EVOLVES: tl.constexpr = _PLACES["evolves"]
+RENORMALISES: tl.constexpr = _PLACES["renormalises"]
+
 
 # What the kernels share
+
+
+@triton.jit
+def number(numbers, run, PLACE: tl.constexpr):
+    """One of the numbers of a run."""
+    return tl.load(numbers + run * NUMBERS + PLACE)
 
 
 @triton.jit
@@ -103,6 +132,8 @@ def store_parts(parts, tall, wide, rows, column, directions, mask):
 @triton.jit
 def aim(vectors, lengths, parts, classes, dim, tall, wide, ROWS: tl.constexpr, DIM: tl.constexpr):
     """Lengths (C,) of vectors (C, D), and their directions in parts: what a step keeps beside the state."""
+    run = tl.program_id(1).to(tl.int64)
+    vectors, lengths, parts = vectors + run * classes * dim, lengths + run * classes, parts + run * 2 * tall * wide
     rows, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, DIM)
     real = rows < classes
     mask = real[:, None] & (column < dim)[None, :]
@@ -122,6 +153,9 @@ def view_logits(
 ):  # fmt: skip
     """Logits (views, tall) of some views for some classes, and of each view the summary (3, blocks, views)."""
     block, blocks, padded = tl.program_id(0), tl.num_programs(0), tl.num_programs(1) * VIEWS
+    run = tl.program_id(2).to(tl.int64)
+    text_parts += run * 2 * tall * wide
+    logits, summaries = logits + run * padded * tall, summaries + run * 3 * blocks * padded
     rows = tl.program_id(1) * VIEWS + tl.arange(0, VIEWS)
     columns = block * CLASSES + tl.arange(0, CLASSES)
     depth = tl.arange(0, DEPTH)
@@ -152,6 +186,10 @@ def choose(
     is in `labels` (parts,). Every program chooses for itself: it is quicker than to wait for one that does.
     """
     part, parts = tl.program_id(0), tl.num_programs(0)
+    run = tl.program_id(1).to(tl.int64)
+    logits, summaries = logits + run * VIEWS * tall, summaries + run * 3 * blocks * VIEWS
+    feature, logit = feature + run * dim, logit + run * classes
+    votes, labels = votes + run * 2 * parts, labels + run * parts
     view = tl.arange(0, VIEWS)
     top = tl.full([VIEWS], LOWEST, dtype=tl.float64)
     total, weighted = tl.zeros([VIEWS], dtype=tl.float64), tl.zeros([VIEWS], dtype=tl.float64)
@@ -207,7 +245,7 @@ def choose(
 @triton.jit
 def push(
     feature, logit, votes, labels, keys, cost, visual, lengths, visual_parts, boosts, summaries, seen, stale,
-    per_nat, alpha, beta, parts, classes, dim, tall, wide,
+    numbers, parts, classes, dim, tall, wide,
     SLOTS: tl.constexpr, SLOTS_ROUND: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     """The affinity (C,) of the mean feature to some visual prototypes, after it was offered to its class's queue.
@@ -215,12 +253,21 @@ def push(
     As `bank.push`: it takes the place of the worst if it is strictly better, behind its equals. The class's visual
     prototype follows, and the number of classes `seen`. Leaves summaries of the softmax over logit plus affinity.
     """
+    blocks, run = tl.num_programs(0), tl.program_id(1).to(tl.int64)
+    feature, logit, boosts = feature + run * dim, logit + run * classes, boosts + run * classes
+    votes, labels = votes + run * 2 * parts, labels + run * parts
+    keys, cost = keys + run * classes * SLOTS * dim, cost + run * classes * SLOTS
+    visual, lengths = visual + run * classes * dim, lengths + run * classes
+    visual_parts, summaries = visual_parts + run * 2 * tall * wide, summaries + run * 3 * blocks
+    seen, stale = seen + run, stale + run
+    alpha, beta = number(numbers, run, ALPHA), number(numbers, run, BETA)
+
     # the label and its cost, from the programs of `choose`
     part = tl.arange(0, PARTS)
     best = tl.load(votes + parts + part, mask=part < parts, other=LOWEST)
     label = tl.load(labels + part, mask=part < parts, other=0)
     label = tl.min(tl.where(best == tl.max(best, 0), label, classes - 1), 0)
-    price = tl.sum(tl.load(votes + part, mask=part < parts, other=0.0), 0) * per_nat
+    price = tl.sum(tl.load(votes + part, mask=part < parts, other=0.0), 0) * number(numbers, run, PER_NAT)
 
     first = tl.program_id(0) * ROWS
     rows, column = first + tl.arange(0, ROWS), tl.arange(0, DIM)
@@ -265,39 +312,48 @@ def push(
     boost = tl.where(known, alpha * tl.exp(beta * (near - 1)), 0.0)
     tl.store(boosts + rows, boost, mask=real)
     value = tl.load(logit + rows, mask=real, other=0.0) + boost
-    _store_summary(summaries, tl.num_programs(0), value, real)
+    _store_summary(summaries, blocks, value, real)
 
 
 # 3. prototype residual learning, down the slope of the entropy and the pull of `fused_alignment`
 
 
 @triton.jit
-def _nudged(start, length, pulls, side, rows, column, mask, tall, wide, weight, image, soft, rate,
-            SPLIT: tl.constexpr, PULLED: tl.constexpr):  # fmt: skip
+def _nudged(start, length, pulls, side, rows, column, pulled, tall, wide, weight, image, soft, rate,
+            SPLIT: tl.constexpr):  # fmt: skip
     """Rows (R, D) after one step of AdamW from zero residuals on `start`: as in `testtime.fast.kernels`."""
     slope = weight[:, None] * image[None, :]
-    if PULLED:
-        for part in tl.static_range(SPLIT):
-            place = pulls + ((side * SPLIT + part) * tall + rows[:, None]) * wide + column[None, :]
-            slope += tl.load(place, mask=mask, other=0.0)
+    for part in tl.static_range(SPLIT):
+        place = pulls + ((side * SPLIT + part) * tall + rows[:, None]) * wide + column[None, :]
+        slope += tl.load(place, mask=pulled, other=0.0)
     directions = start / length[:, None]
     slope -= tl.sum(slope * directions, 1)[:, None] * directions
     return start - rate * slope / (tl.abs(slope) + (soft * length)[:, None])
 
 
-@triton.jit
+# the places of a chunk's logits are not all aligned: one kernel for all, so that they round alike
+@triton.jit(do_not_specialize_on_alignment=["logits"])
 def answer(
     view, text, text_lengths, visual, visual_lengths, cost, feature, logit, boosts, summaries, pulls, moved,
     moved_lengths, logits, answers, updates, updates_before, seen, stale,
-    scale, alpha, beta, entropy_weight, align_weight, eps, lr_text, lr_visual, classes, dim, tall, wide,
-    SLOTS: tl.constexpr, SPLIT: tl.constexpr, LEARNS: tl.constexpr, PULLED: tl.constexpr, EVOLVES: tl.constexpr,
-    ROWS: tl.constexpr, DIM: tl.constexpr, BLOCKS: tl.constexpr,
+    numbers, scale, classes, dim, tall, wide,
+    SLOTS: tl.constexpr, SPLIT: tl.constexpr, LEARNS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Logits (C,) of the clean view for some classes, after both sets of prototypes were nudged.
 
     Leaves the nudged text prototypes (C, D) and their lengths (C,), and summaries of the softmax of the answer.
     """
-    blocks = tl.num_programs(0)
+    blocks, run = tl.num_programs(0), tl.program_id(1).to(tl.int64)
+    text, text_lengths = text + run * classes * dim, text_lengths + run * classes
+    visual, visual_lengths = visual + run * classes * dim, visual_lengths + run * classes
+    cost, feature = cost + run * classes * SLOTS, feature + run * dim
+    logit, boosts, logits = logit + run * classes, boosts + run * classes, logits + run * classes
+    summaries, answers = summaries + run * 3 * blocks, answers + run * 3 * blocks
+    pulls += run * 2 * SPLIT * tall * wide
+    moved, moved_lengths = moved + run * classes * dim, moved_lengths + run * classes
+    alpha, beta = number(numbers, run, ALPHA), number(numbers, run, BETA)
+
     rows, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, DIM)
     real, inside = rows < classes, column < dim
     mask = real[:, None] & inside[None, :]
@@ -314,19 +370,21 @@ def answer(
         value = tl.where(real, tl.load(logit + rows, mask=real, other=0.0) + boost, LOWEST)
         top, total, weighted = _load_merged(summaries, blocks, BLOCKS)
         log_p = value.to(tl.float64) - top - tl.log(total)
-        gain = 1.0
-        if PULLED:
-            gain = align_weight / tl.maximum(tl.load(seen), 1)
+        align_weight = number(numbers, run, ALIGN_WEIGHT)
+        # without alignment no pull is read
+        pulled = (rows < tl.where(align_weight > 0, classes, 0))[:, None] & inside[None, :]
+        gain = tl.where(align_weight > 0, align_weight / tl.maximum(tl.load(seen + run), 1), 1.0)
         steep = (weighted / total - tl.log(total) - log_p).to(tl.float32)
-        slope = tl.exp(log_p.to(tl.float32)) * steep * (entropy_weight / gain)
+        slope = tl.exp(log_p.to(tl.float32)) * steep * (number(numbers, run, ENTROPY_WEIGHT) / gain)
+        soft = number(numbers, run, EPS) / gain
         image = tl.load(feature + column, mask=inside, other=0.0)
         text_rows = _nudged(
-            text_rows, text_length, pulls, 0, rows, column, mask, tall, wide,
-            scale * slope, image, eps / gain, lr_text, SPLIT, PULLED,
+            text_rows, text_length, pulls, 0, rows, column, pulled, tall, wide,
+            scale * slope, image, soft, number(numbers, run, LR_TEXT), SPLIT,
         )  # fmt: skip
         visual_rows = _nudged(
-            visual_rows, visual_length, pulls, 1, rows, column, mask, tall, wide,
-            beta * boost * slope, image, eps / gain, lr_visual, SPLIT, PULLED,
+            visual_rows, visual_length, pulls, 1, rows, column, pulled, tall, wide,
+            beta * boost * slope, image, soft, number(numbers, run, LR_VISUAL), SPLIT,
         )  # fmt: skip
         text_length = tl.maximum(tl.sqrt(tl.sum(text_rows * text_rows, 1)), 1e-12)
         visual_length = tl.maximum(tl.sqrt(tl.sum(visual_rows * visual_rows, 1)), 1e-12)
@@ -336,33 +394,37 @@ def answer(
     value = scale * (tl.sum(text_rows * clean[None, :], 1) / text_length)
     value += tl.where(known, alpha * tl.exp(beta * (near - 1)), 0.0)
     tl.store(logits + rows, value, mask=real)
-    if EVOLVES:
-        tl.store(moved + place, text_rows, mask=mask)
-        tl.store(moved_lengths + rows, text_length, mask=real)
-        _store_summary(answers, blocks, value, real)
+    evolving = (rows < tl.where(number(numbers, run, EVOLVES) > 0, classes, 0))[:, None] & inside[None, :]
+    tl.store(moved + place, text_rows, mask=evolving)
+    tl.store(moved_lengths + rows, text_length, mask=real)
+    _store_summary(answers, blocks, value, real)
     if tl.program_id(0) == 0:
-        tl.store(stale, 0)
-        tl.store(updates_before, tl.load(updates))
+        tl.store(stale + run, 0)
+        tl.store(updates_before + run, tl.load(updates + run))
 
 
 # 5. evolve the text prototypes with images that are confident enough
 
 
-@triton.jit(do_not_specialize=["prompt_count"])
+@triton.jit
 def evolve(
     text, lengths, text_parts, moved, moved_lengths, answers, updates, updates_before, stale,
-    per_nat, threshold, share, prompt_count, classes, dim, tall, wide,
-    BELOW: tl.constexpr, CUMULATIVE: tl.constexpr, RENORMALISES: tl.constexpr,
+    numbers, classes, dim, tall, wide,
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Move some text prototypes towards the nudged ones, if the answer's entropy lets them learn."""
-    top, total, weighted = _load_merged(answers, tl.num_programs(0), BLOCKS)
-    entropy = (tl.log(total) - weighted / total) * per_nat
-    if (entropy < threshold).to(tl.int32) != BELOW:
+    blocks, run = tl.num_programs(0), tl.program_id(1).to(tl.int64)
+    top, total, weighted = _load_merged(answers + run * 3 * blocks, blocks, BLOCKS)
+    entropy = (tl.log(total) - weighted / total) * number(numbers, run, PER_NAT)
+    below = (entropy < number(numbers, run, THRESHOLD)).to(tl.float32)
+    if (below != number(numbers, run, KEEPS_BELOW)) | (number(numbers, run, EVOLVES) == 0):
         return
-    before = tl.load(updates_before)
-    if CUMULATIVE:
-        share = 1.0 / (before + prompt_count + 1).to(tl.float32)
+    text, moved = text + run * classes * dim, moved + run * classes * dim
+    text_parts += run * 2 * tall * wide
+    lengths, moved_lengths = lengths + run * classes, moved_lengths + run * classes
+    before = tl.load(updates_before + run)
+    share, prompt_count = number(numbers, run, SHARE), number(numbers, run, PROMPT_COUNT).to(tl.int64)
+    share = tl.where(share < 0, 1.0 / (before + prompt_count + 1).to(tl.float32), share)
     rows, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, DIM)
     real = rows < classes
     mask = real[:, None] & (column < dim)[None, :]
@@ -371,7 +433,7 @@ def evolve(
     towards = tl.load(moved + place, mask=mask, other=0.0)
     towards /= tl.load(moved_lengths + rows, mask=real, other=1.0)[:, None]
     tile += share * (towards - tile)
-    if RENORMALISES:
+    if number(numbers, run, RENORMALISES) > 0:
         _, tile = _directed(tile)
     length, directions = _directed(tile)
     tl.debug_barrier()  # all is read before any of it is moved
@@ -379,5 +441,5 @@ def evolve(
     tl.store(lengths + rows, length, mask=real)
     store_parts(text_parts, tall, wide, rows, column, directions, mask)
     if tl.program_id(0) == 0:
-        tl.store(updates, before + 1)
-        tl.store(stale, 1)
+        tl.store(updates + run, before + 1)
+        tl.store(stale + run, 1)

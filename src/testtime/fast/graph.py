@@ -2,7 +2,8 @@
 
 A step is a few dozen small kernels, which a GPU finishes sooner than Python can ask for them. Here the step is
 compiled, several steps in a row are captured, and a stream is replayed through the graph: inputs, state and
-logits stay at fixed places in memory. DPE's steps are kernels of their own (`testtime.fast.fused`) where they fit.
+logits stay at fixed places in memory. DPE's steps, of one run or of several side by side, are kernels of their own
+(`testtime.fast.fused`) where they fit.
 On the CPU the same steps run in a plain loop.
 
 The plain twin is a method's own `scan`.
@@ -11,16 +12,17 @@ The plain twin is a method's own `scan`.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from testtime.fast import fused
+from testtime.fast import abreast, fused
 from testtime.fast.capture import capture, compiled, exact_products, reason, warn_once
 from testtime.methods.base import leaves
+from testtime.methods.dpe import DPE
 from testtime.types import FeatureError, Method, Task
 
 STEPS = 32  # to a graph: launching it costs about what one kernel does
@@ -52,13 +54,18 @@ def scan(method: Method, task: Task, state: Any, stream: Tensor, *, compile: boo
 
 def runner_for(method: Method, task: Task, views: int, compile: bool | None = None) -> Runner:
     """The runner kept for this method and this shape, or a new one."""
-    key = (method, tuple(task.text.shape), task.text.dtype, task.text.device, task.scale, views, compile)
-    if key in _runners:
-        _runners.move_to_end(key)
-    else:
-        _runners[key] = Runner(method, task, views, compile=compile)
-        while len(_runners) > KEPT:
-            _runners.popitem(last=False)
+    shape = (method, tuple(task.text.shape), task.text.dtype, task.text.device, task.scale, views)
+    key: tuple[object, ...] = (*shape, "kernels")  # one that has them serves whoever asks
+    if key not in _runners:
+        key = (*shape, compile)
+    if key not in _runners:
+        runner = Runner(method, task, views, compile=compile)
+        if runner.has_kernels:
+            key = (*shape, "kernels")
+        _runners[key] = runner
+    _runners.move_to_end(key)
+    while len(_runners) > KEPT:
+        _runners.popitem(last=False)
     return _runners[key]
 
 
@@ -99,9 +106,15 @@ class Runner:
             answer = method.step(self.task, _copied(self._state), self._views[0])[0]  # (C,), or what it has for one
             self._logits = answer.new_zeros(steps, *answer.shape)
             self._fused: fused.Fused | None = None
-            if (on_gpu if kernels is None else kernels) and fused.fits(method, task, views):
-                self._try_fused(views)
+            runs: Any = method.methods if isinstance(method, abreast.Abreast) else (method,)
+            if (on_gpu if kernels is None else kernels) and fused.fits(runs, task, views):
+                self._try_fused(runs, views)
         self._step: Callable[..., Tensor] = compiled(_step) if self._compile else _step
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether its steps are the method's own kernels."""
+        return self._fused is not None
 
     def load(self, task: Task, state: Any) -> None:
         """Go on from this state, which is copied."""
@@ -147,11 +160,12 @@ class Runner:
         if self._fused is not None:
             self._fused.refresh()
 
-    def _try_fused(self, views: int) -> None:
-        """Take the method's own kernels, if they can be launched; the state is as it was afterwards."""
+    def _try_fused(self, runs: Sequence[DPE], views: int) -> None:
+        """Take the kernels for these runs, if they can be launched; the state is as it was afterwards."""
         before = _copied(self._state)
+        state = self._state if isinstance(self._state, abreast.State) else abreast.alone(self._state)
         try:
-            steps = fused.Fused(self.method, self.task, self._state, views)
+            steps = fused.Fused(runs, self.task, state, views)
             steps.step(self._views[0], self._logits[0])  # compiles them
             self._fused = steps
         except Exception as error:  # as for `_try_compiled`, and there may be no room for their buffers
