@@ -74,17 +74,20 @@ ALTERNATIVES = (
 
 @contextmanager
 def tiles(changes: str) -> Iterator[None]:
-    """While inside, tiles changed as by "pull.SPLIT=1 choose.PART=64"; splits are then as given."""
-    before, room = copy.deepcopy(fused.TILES), fused.ROOM
+    """While inside, tiles changed as by "pull.SPLIT=1 choose.PART=64", with few classes too; splits are as given."""
+    before, small, room = copy.deepcopy(fused.TILES), copy.deepcopy(fused.SMALL), fused.ROOM
     for change in changes.split():
         place, value = change.split("=")
         kernel, option = place.split(".")
         fused.TILES[kernel][option] = int(value)
+        fused.SMALL.setdefault(kernel, {})[option] = int(value)
         fused.ROOM = 10**9
     try:
         yield
     finally:
         fused.TILES.update(before)
+        fused.SMALL.clear()
+        fused.SMALL.update(small)
         fused.ROOM = room
 
 
@@ -212,7 +215,7 @@ def time_settings(begin: tuple[Task, State, Tensor], settings: int) -> None:
         many = ready(Abreast(task, methods), begin, compile=False, kernels=True)
         times = [replay_time(runner) for runner in (one, many, one, many)]
         alone, together = min(times[::2]), min(times[1::2])
-        print(f"\n{name}: {alone:.1f} us a step alone, {together:.1f} us for {settings}: {together / alone:.2f} times")
+        print(f"{name}: {alone:.1f} us a step alone, {together:.1f} us for {settings}: {together / alone:.2f} times")
         rows = [kernel_times(runner) for runner in (one, many)]
         print(f"  in kernels {sum(rows[0].values()):.1f} us alone, {sum(rows[1].values()):.1f} us for {settings}:")
         for kernel, time in rows[1].items():
@@ -314,7 +317,11 @@ def main() -> None:
     if options.settings:
         compare_settings(start(options.classes, options.dim, options.views, options.images), options.settings)
         if DEVICE.type == "cuda":
-            time_settings(start(options.classes, options.dim, options.views, 2 * STEPS), options.settings)
+            begin = start(options.classes, options.dim, options.views, 2 * STEPS)
+            for changes in ("", *options.tries):
+                with tiles(changes):
+                    print(f"\nkernels {changes or 'as they are'}")
+                    time_settings(begin, options.settings)
         return
     compare(options.classes, options.dim, options.views, options.images)
     compare(max(2, options.classes // 10), options.dim, 1, options.images)

@@ -41,16 +41,18 @@ def sweep(task: Task, methods: Sequence[Method], chunks: Iterable[Tensor]) -> li
     for method in methods:
         method.check(task)
     runs = [_Runs(task, methods, places) for places in _abreast(task, methods)]
-    logits: list[list[Tensor]] = [[] for _ in methods]
+    parts: list[list[Tensor]] = [[] for _ in runs]
     count, threads = 0, torch.get_num_threads() if task.text.is_cpu else 1
     # a core to each group of runs is better used than many cores to each small product
     with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         for chunk in chunks:
-            for done in pool.map(partial(_Runs.scan, chunk=chunk, count=count), runs):
-                for place, rows in done.items():
-                    logits[place].append(rows)
+            for rows, part in zip(pool.map(partial(_Runs.scan, chunk=chunk, count=count), runs), parts, strict=True):
+                part.append(rows)
             count += len(chunk)
-    return [torch.cat(parts) for parts in logits]
+    logits: dict[int, Tensor] = {}
+    for group, part in zip(runs, parts, strict=True):
+        logits.update(zip(group.places, torch.cat(part, 1), strict=True))
+    return [logits[place] for place in range(len(methods))]
 
 
 class _Runs:
@@ -64,15 +66,13 @@ class _Runs:
         if self.runner is None and fast.shape(task, self.methods[0]) is None:
             self.sessions = [Session(task, method) for method in self.methods]
 
-    def scan(self, chunk: Tensor, count: int) -> dict[int, Tensor]:
-        """Logits (n, C) of a chunk that comes after `count` images, by the method's place."""
+    def scan(self, chunk: Tensor, count: int) -> Tensor:
+        """Logits (S, n, C) of a chunk that comes after `count` images."""
         if self.sessions:
-            rows = [session.scan(chunk) for session in self.sessions]
-        else:
-            views = unit_views(chunk, self.task.text, count)
-            with torch.inference_mode():
-                rows = list(self._side_by_side(views))
-        return {place: row.clone() for place, row in zip(self.places, rows, strict=True)}
+            return torch.stack([session.scan(chunk) for session in self.sessions])
+        views = unit_views(chunk, self.task.text, count)
+        with torch.inference_mode():
+            return self._side_by_side(views)
 
     def _side_by_side(self, views: Tensor) -> Tensor:
         """Logits (S, n, C) of unit views (n, V, D)."""

@@ -47,7 +47,12 @@ TILES: dict[str, dict[str, int]] = {
     "misplace": {"ROWS": 2, "COLUMNS": 1024, "num_warps": 4},
     "pull": {"ROWS": 128, "COLUMNS": 128, "DEPTH": 32, "SPLIT": 2, "num_warps": 8, "num_stages": 4},
 }
-SMALL = {"ROWS": 64, "COLUMNS": 64, "SPLIT": 1, "num_warps": 4}
+# what is otherwise with few classes
+SMALL: dict[str, dict[str, int]] = {
+    "rows": {},
+    "similarity": {"ROWS": 64, "COLUMNS": 64, "SPLIT": 1, "num_warps": 4},
+    "pull": {"ROWS": 64, "COLUMNS": 64, "SPLIT": 1, "num_warps": 4},
+}
 
 
 def fits(methods: Sequence[Any], task: Task, views: int) -> bool:
@@ -193,7 +198,7 @@ class Fused:
         tile = self.tiles["pull"]
         grid = self.tall // tile["ROWS"], self.wide // tile["COLUMNS"], self.runs * 2 * tile["SPLIT"]
         self.alignment.pull[grid](
-            *(self.misplaced, self.text_parts, self.visual_parts, self.pulls, *known, self.tall, self.wide),
+            *(self.misplaced, self.text_parts, self.visual_parts, self.pulls, *known, classes, self.tall, self.wide),
             **tile,
         )
 
@@ -227,14 +232,15 @@ class Fused:
         tiles, classes, dim = self.tiles, self.shape["classes"], self.shape["dim"]
         tiles["choose"]["VIEWS"] = max(16, _round(self.count))
         tiles["view_logits"]["VIEWS"] = min(tiles["view_logits"]["VIEWS"], tiles["choose"]["VIEWS"])
+        if classes < FEW:
+            for name, tile in SMALL.items():
+                tiles[name].update(tile)
         rows = tiles["rows"]
         columns = _round(dim)
         self.rows = {"ROWS": max(1, rows.pop("CELLS") // columns), "DIM": columns, **rows}
         tiles["misplace"]["COLUMNS"] = min(tiles["misplace"]["COLUMNS"], _round(classes))
         for name, sides in (("similarity", (self.tall, self.tall)), ("pull", (self.tall, 2 * self.wide))):
             tile = tiles[name]
-            if classes < FEW:
-                tile.update(SMALL)
             if (sides[0] // tile["ROWS"]) * (sides[1] // tile["COLUMNS"]) > ROOM:
                 tile["SPLIT"] = 1
             tile["num_stages"] = min(tile["num_stages"], _stages(tile, _shared_memory(self.task.text.device)))

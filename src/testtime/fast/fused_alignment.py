@@ -54,7 +54,7 @@ def misplace(
     SLOTS: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """The softmax of some rows of similarities over seen classes, less the identity, in parts (2, tall, tall)."""
-    run = tl.program_id(1).to(tl.int64)
+    run = (tl.num_programs(1) - 1 - tl.program_id(1)).to(tl.int64)  # backwards
     if _settled(stale, numbers, run):
         return
     similarities, misplaced = similarities + run * SPLIT * tall * tall, misplaced + run * 2 * tall * tall
@@ -98,24 +98,25 @@ def _similarities(
 
 @triton.jit
 def pull(
-    misplaced, text_parts, visual_parts, out, stale, numbers, tall, wide,
+    misplaced, text_parts, visual_parts, out, stale, numbers, classes, tall, wide,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """A tile of how the alignment pulls text, then visual prototypes: one of SPLIT parts of (2, SPLIT, tall, wide)."""
-    run, layer = (tl.program_id(2) // (2 * SPLIT)).to(tl.int64), tl.program_id(2) % (2 * SPLIT)
+    layers = tl.num_programs(2) - 1 - tl.program_id(2)  # backwards
+    run, layer = (layers // (2 * SPLIT)).to(tl.int64), layers % (2 * SPLIT)
     if _settled(stale, numbers, run):
         return
     visual_parts, text_parts = visual_parts + run * 2 * tall * wide, text_parts + run * 2 * tall * wide
     misplaced, out = misplaced + run * 2 * tall * tall, out + (run * 2 * SPLIT + layer) * tall * wide
     if layer < SPLIT:
-        _pull(misplaced, visual_parts, out, layer, tall, wide, True, ROWS, COLUMNS, DEPTH, SPLIT)
+        _pull(misplaced, visual_parts, out, layer, classes, tall, wide, True, ROWS, COLUMNS, DEPTH, SPLIT)
     else:
-        _pull(misplaced, text_parts, out, layer, tall, wide, False, ROWS, COLUMNS, DEPTH, SPLIT)
+        _pull(misplaced, text_parts, out, layer, classes, tall, wide, False, ROWS, COLUMNS, DEPTH, SPLIT)
 
 
 @triton.jit
 def _pull(
-    misplaced, parts, out, layer, tall, wide,
+    misplaced, parts, out, layer, classes, tall, wide,
     TRANSPOSED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """A tile of the product of `misplaced` (tall, tall), or of it transposed, with `parts` (tall, wide)."""
@@ -138,4 +139,5 @@ def _pull(
             total = product(a_large, a_small, tl.load(b), tl.load(b + tall * wide), total)
             a += DEPTH
         b += DEPTH * wide
-    tl.store(out + rows[:, None] * wide + columns[None, :], total / (GRADE * GRADE))
+    place = out + rows[:, None] * wide + columns[None, :]
+    tl.store(place, total / (GRADE * GRADE), mask=(rows < classes)[:, None])

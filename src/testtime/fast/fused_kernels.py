@@ -9,7 +9,8 @@ one class has nearly all, an entropy and its slope are what is left of numbers t
 made of half-precision parts as in `testtime.fast.products`: three products of two parts each, summed in float32.
 Buffers of parts are padded with zeros to whole tiles, so that products need no masks.
 
-No program reads what another one of the same launch writes.
+No program reads what another one of the same launch writes. Runs side by side are the slowest axis of a grid; every
+other kernel goes through them backwards, and so finds in the cache what the one before it touched last.
 """
 
 # Triton reads the annotations of kernels itself, and knows but its own
@@ -253,7 +254,8 @@ def push(
     As `bank.push`: it takes the place of the worst if it is strictly better, behind its equals. The class's visual
     prototype follows, and the number of classes `seen`. Leaves summaries of the softmax over logit plus affinity.
     """
-    blocks, run = tl.num_programs(0), tl.program_id(1).to(tl.int64)
+    blocks = tl.num_programs(0)
+    run = (tl.num_programs(1) - 1 - tl.program_id(1)).to(tl.int64)  # backwards
     feature, logit, boosts = feature + run * dim, logit + run * classes, boosts + run * classes
     votes, labels = votes + run * 2 * parts, labels + run * parts
     keys, cost = keys + run * classes * SLOTS * dim, cost + run * classes * SLOTS
@@ -413,7 +415,8 @@ def evolve(
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Move some text prototypes towards the nudged ones, if the answer's entropy lets them learn."""
-    blocks, run = tl.num_programs(0), tl.program_id(1).to(tl.int64)
+    blocks = tl.num_programs(0)
+    run = (tl.num_programs(1) - 1 - tl.program_id(1)).to(tl.int64)  # backwards
     top, total, weighted = _load_merged(answers + run * 3 * blocks, blocks, BLOCKS)
     entropy = (tl.log(total) - weighted / total) * number(numbers, run, PER_NAT)
     below = (entropy < number(numbers, run, THRESHOLD)).to(tl.float32)
