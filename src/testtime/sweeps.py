@@ -89,13 +89,14 @@ class _Runs:
 
 def _abreast(task: Task, methods: Sequence[Method]) -> list[list[int]]:
     """Which methods, by place, run side by side: those that a fast twin takes together, as many as memory allows."""
-    groups: dict[object, list[list[int]]] = {}
+    places: dict[object, list[int]] = {}
     for place, method in enumerate(methods):
-        together = groups.setdefault(fast.shape(task, method), [[]])
-        if together[-1] and (len(together[-1]) + 1) * _size(task, method) > ABREAST[task.text.device.type]:
-            together.append([])
-        together[-1].append(place)
-    return [group for together in groups.values() for group in together]
+        places.setdefault(fast.shape(task, method), []).append(place)
+    groups = []
+    for alike in places.values():
+        most = max(1, ABREAST[task.text.device.type] // max(1, _size(task, methods[alike[0]])))
+        groups += [alike[start : start + most] for start in range(0, len(alike), most)]
+    return groups
 
 
 def _size(task: Task, method: Method) -> int:

@@ -71,9 +71,8 @@ class Abreast:
 
     def init(self, task: Task) -> State:
         """Every run before the first image."""
-        states = [method.init(task) for method in self.methods]
-        parts = [(state.text, state.updates, *state.queue, state.visual) for state in states]
-        return State(*(torch.stack(part) for part in zip(*parts, strict=True)))
+        first = alone(self.methods[0].init(task))  # settings of one shape begin alike
+        return State(*(leaf.repeat(len(self.methods), *[1] * (leaf.ndim - 1)) for leaf in first))
 
     def step(self, task: Task, state: State, views: Tensor) -> tuple[Tensor, State]:
         """Logits (S, C) for one image's unit views (V, D), and the state, which has moved on in place."""
