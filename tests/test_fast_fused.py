@@ -343,7 +343,7 @@ def test_settings_side_by_side_are_as_many_launches_with_the_same_tiles(monkeypa
     alone = launches(monkeypatch, 100, 512)
     together = launches(monkeypatch, 100, 512, runs=5)
     assert together == {name: 5 * programs for name, programs in alone.items()}
-    assert alone["similarity"] == 2 * 2 and alone["pull"] == 2 * 8 * 2
+    assert alone["similarity"] == 2 * 2 and alone["pull"] == 2 * 4 * 2
 
 
 def test_room_counts_what_a_run_takes_beside_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
