@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.status import Status
 
 from testtime.types import InputError
 
@@ -58,6 +59,11 @@ def opened(path: Path | None, append: bool) -> Iterator[Any]:
         yield file
 
 
+def waiting(what: str) -> Status:
+    """A word on a terminal for as long as something takes that cannot be counted."""
+    return err.status(f"[dim]{escape(what)} ...[/]")
+
+
 @contextmanager
 def progress(unit: str, total: int, quiet: bool = False) -> Iterator[Callable[[int], None]]:
     """A bar on a terminal; in a pipe, a plain line now and then."""
@@ -79,6 +85,11 @@ def progress(unit: str, total: int, quiet: bool = False) -> Iterator[Callable[[i
             err.print(f"{done} of {total} {unit}", highlight=False)
 
     yield line
+
+
+def counted(count: int, one: str, many: str | None = None) -> str:
+    """A count with its noun: 1 image, 2 images."""
+    return f"{count:,} {one if count == 1 else many or one + 's'}"
 
 
 def percent(fraction: float | None) -> str:
