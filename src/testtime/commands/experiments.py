@@ -35,7 +35,15 @@ Described = Annotated[
     Path | None,
     typer.Option("--descriptions", help="JSON of class name -> sentences (CuPL), or a folder with one per dataset."),
 ]
-Learned = Annotated[Path | None, typer.Option("--prompts", help="Learned prompts (CoOp), for what uses them.")]
+Learned = Annotated[
+    Path | None,
+    typer.Option(
+        "--prompts",
+        metavar="coop:FILE",
+        parser=lambda text: Path(str(text).removeprefix("coop:")),  # as 'run' has it, and the file's name alone
+        help="A learned prompt, for what uses it; see 'testtime train-prompts'.",
+    ),
+]
 Out = Annotated[Path, typer.Option("--out", "-o", help="Folder for features, cells and tables.")]
 Limit = Annotated[
     int | None, typer.Option("--limit", help="Only this many images, drawn at random, the same for every seed.")
@@ -51,9 +59,9 @@ Shard = Annotated[int, typer.Option("--shard", help="Images to a shard of featur
 def eval_(
     data: Annotated[
         list[str],
-        typer.Argument(metavar="DATA...", help="Folders of labelled images, or benchmarks by name with --root."),
+        typer.Argument(metavar="DATA", help="Folders of labelled images, or benchmarks by name with --root."),
     ],
-    methods: Annotated[str, typer.Option("--methods", help="With commas between; dpe:paper for a preset.")] = (
+    methods: Annotated[str, typer.Option("--methods", "-m", help="With commas between; dpe:paper for a preset.")] = (
         "zeroshot,dpe"
     ),
     root: Annotated[Path | None, typer.Option("--root", help="The folder that holds the benchmarks.")] = None,

@@ -157,7 +157,7 @@ def run(
             finally:
                 stream.close()  # saves the state, also when interrupted
     if not tally.images and not stopped:
-        raise InputError(f"None of the {counted(len(paths), 'image')} could be read, so nothing was classified.")
+        raise InputError(f"None of the images could be read, {len(paths):,} of {len(paths):,} were skipped.")
     if report is not None and record is not None and tally.images:
         order_words = f"shuffled, seed {seed}" if shuffle else "as given"
         order_words += f", interrupted after {tally.images:,} of {len(paths):,} images" * stopped

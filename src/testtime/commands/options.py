@@ -67,8 +67,9 @@ Variations = Annotated[
     str | None,
     typer.Option(
         "--variations",
-        metavar="FOLDER|diffusers:WEIGHTS",
-        help="Also views drawn by a diffusion model, as many as crops: made earlier, a folder an image, or made now.",
+        metavar="SOURCE",
+        help="Also views drawn by a diffusion model, as many as crops: FOLDER of those made earlier, in a folder for "
+        "each image, or diffusers:WEIGHTS to make them now.",
     ),
 ]
 SAY_CLASSES = "Say what to tell apart: --classes cat,dog,fox or --classes-file FILE (one of the two)."

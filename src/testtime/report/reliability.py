@@ -84,7 +84,9 @@ def figure(report: StreamReport, slots: Mapping[str, int]) -> str:
             if b.images
         ]
     scores = ["Mean confidence", "Accuracy", "ECE, points", *(["Brier"] if with_brier else []), "Macro-F1"]
-    head = "".join(f'<th scope="col">{name}</th>' for name in ("Method", *scores))
+    # on a phone there is no room for all, and accuracies stand elsewhere too
+    places = {"Accuracy": ' class="wide"'}
+    head = "".join(f'<th scope="col"{places.get(name, "")}>{name}</th>' for name in ("Method", *scores))
     return (
         "<h3>Whether confidence can be trusted</h3>"
         f"<p>Answers in {BINS} bins by their confidence. A bar is the share that was right, the line across it their "
