@@ -17,6 +17,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import testtime as tt
+import testtime.datasets
 from testtime.cli import main
 
 CLASSES = "cat,dog,fox"
@@ -463,4 +464,17 @@ def test_a_closed_pipe_is_no_failure(store) -> None:
     done = subprocess.run(
         ["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, env=dict(os.environ)
     )
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in done.stderr and done.returncode == 0
+
+
+def test_a_full_disk_and_a_folder_that_may_not_be_read_are_said_in_a_line(cli, photos, tmp_path, monkeypatch) -> None:
+    if os.path.exists("/dev/full"):
+        outcome = cli("run", photos, "-e", "tiny", "--out", "/dev/full")
+        assert outcome.code == 2 and "Cannot write /dev/full: No space left on device" in outcome.err
+
+    def locked(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(testtime.datasets.tables, "is_saved", locked)
+    outcome = cli("run", photos, "-e", "tiny")
+    assert outcome.code == 2 and outcome.err == f"error: {photos}: Permission denied.\n"

@@ -16,17 +16,21 @@ from testtime.commands import about, data, experiments, images, prompts, replay,
 from testtime.commands.options import flag
 from testtime.interrupts import told
 from testtime.terminal import err
-from testtime.types import Interrupted, TesttimeError
+from testtime.types import InputError, Interrupted, TesttimeError
 
 STOPPED = "Interrupted. No half-written file is left; start it again."
 
 
 class Commands(TyperGroup):
-    """The commands, none of which typer ends without a word when it is interrupted."""
+    """The commands, with two endings that typer has its own way with: an interrupt, and a reader who has gone."""
 
     def invoke(self, ctx: Any) -> Any:
-        with told(lambda: STOPPED):
-            return super().invoke(ctx)
+        try:
+            with told(lambda: STOPPED):
+                return super().invoke(ctx)
+        except BrokenPipeError:  # as with `| head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            sys.exit(0)
 
 
 app = typer.Typer(
@@ -81,12 +85,13 @@ def main(argv: list[str] | None = None) -> None:
     except KeyboardInterrupt:  # before or after a command
         err.print(STOPPED)
         sys.exit(Interrupted.exit_code)
-    except BrokenPipeError:  # the reader of our output has gone, as with `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        sys.exit(0)
     except Exception as error:
         if debug:
             traceback.print_exc()
+        if isinstance(error, OSError) and error.strerror:  # a folder that may not be read, a full disk
+            where = f"{error.filename}: " if error.filename else ""
+            err.print(f"[bold red]error:[/] {escape(where + error.strerror)}.", soft_wrap=True, highlight=False)
+            sys.exit(InputError.exit_code)
         err.print(
             f"[bold red]failed:[/] {escape(f'{type(error).__name__}: {error}')}\n"
             "This is a fault in testtime or in a library under it; --debug shows where.",

@@ -55,8 +55,13 @@ def opened(path: Path | None, append: bool) -> Iterator[Any]:
         file = open(path, "a" if append else "w", encoding="utf-8", newline="")
     except OSError as error:
         raise InputError(f"Cannot write {path}: {error.strerror or error}.") from None
-    with file:
-        yield file
+    try:
+        with file:
+            yield file
+    except OSError as error:
+        if error.filename is not None or isinstance(error, BrokenPipeError):
+            raise
+        raise InputError(f"Cannot write {path}: {error.strerror or error}.") from None
 
 
 def waiting(what: str) -> Status:

@@ -389,9 +389,12 @@ def _numbers(text: str, option: str) -> list[int]:
 
 def _print(title: str, header: Sequence[str], lines: Sequence[Sequence[str]], left: int = 1) -> None:
     """A table; in a pipe as wide as it needs to be."""
-    table = Table(title=escape(title) or None, title_justify="left")
+    console = out if out.is_terminal else Console(width=WIDE)
+    if title:  # a table would break it to its own width
+        console.print(f"[bold]{escape(title)}[/]", highlight=False)
+    table = Table()
     for place, column in enumerate(header):
         table.add_column(escape(column), justify="left" if place < left else "right", no_wrap=place < left)
     for line in lines:
         table.add_row(*map(escape, line))
-    (out if out.is_terminal else Console(width=WIDE)).print(table)
+    console.print(table)

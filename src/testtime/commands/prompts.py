@@ -21,7 +21,7 @@ from testtime.commands.options import (
     pairs,
 )
 from testtime.interrupts import told
-from testtime.terminal import err, percent, progress
+from testtime.terminal import counted, err, percent, progress
 from testtime.types import InputError, StoredImage
 
 app = typer.Typer()
@@ -107,8 +107,10 @@ def train_prompts(
 
         labels_kept = [truth[i] for i in kept]
         coop.train(task, features, labels_kept, chosen, checkpoint=output, resume=resume, progress=note)
-    done = f"{len(log)} epochs" if log else "no epochs left to do"
-    err.print(f"{done} on {len(kept)} images of {len(names)} classes; the prompt is in {escape(str(output))}.")
+    done = counted(len(log), "epoch") if log else "no epochs left to do"
+    err.print(
+        f"{done} on {counted(len(kept), 'image')} of {len(names)} classes; the prompt is in {escape(str(output))}."
+    )
 
 
 def _stopped(output: Path) -> str:

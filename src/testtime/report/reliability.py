@@ -70,7 +70,7 @@ def figure(report: StreamReport, slots: Mapping[str, int]) -> str:
         mean = sum(confidences) / len(confidences)
         rows.append(
             f'<tr><th scope="row"><span class="name {style}">{safe(answers.name)}</span></th>'
-            f"<td>{mean:.1%}</td><td>{sum(correct) / len(correct):.1%}</td><td>{100 * error:.1f}</td>"
+            f'<td>{mean:.1%}</td><td class="wide">{sum(correct) / len(correct):.1%}</td><td>{100 * error:.1f}</td>'
             f"{brier}<td>{100 * macro_f1(predictions, labels):.1f}</td></tr>"
         )
         numbers += [
