@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import threading
 from itertools import count
 from pathlib import Path
@@ -119,3 +120,18 @@ def test_an_interrupted_replay_ends_with_a_word(cli, tmp_path, monkeypatch) -> N
     stopped = cli("replay", store, "--out", tmp_path / "o.safetensors")
     assert stopped.code == 130 and "Interrupted. No half-written file is left" in stopped.err
     assert not (tmp_path / "o.safetensors").exists()
+
+
+def test_an_interrupt_while_loading_leaves_no_traceback(monkeypatch) -> None:
+    from testtime import __main__
+
+    class Stop:
+        def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+            if name == "testtime.cli":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "testtime.cli", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Stop(), *sys.meta_path])
+    with pytest.raises(SystemExit) as stopped:
+        __main__.main()
+    assert stopped.value.code == 130

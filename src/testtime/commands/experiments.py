@@ -393,6 +393,8 @@ def _print(title: str, header: Sequence[str], lines: Sequence[Sequence[str]], le
     if title:  # a table would break it to its own width
         console.print(f"[bold]{escape(title)}[/]", highlight=False)
     table = Table()
+    if not header[-1] and not any(line[-1] for line in lines):  # a column for remarks, and none to make
+        header, lines = header[:-1], [line[:-1] for line in lines]
     for place, column in enumerate(header):
         table.add_column(escape(column), justify="left" if place < left else "right", no_wrap=place < left)
     for line in lines:
