@@ -305,6 +305,10 @@ def test_the_command_prints_writes_and_explains(folders, tmp_path, capsys) -> No
         (["sistems"], "Did you mean 'systems'"),
         (["ood", "SETS"], "None of the 5 datasets"),
         (["losses", "SETS/pets", "--seeds", "a"], "--seeds a"),
+        (["losses", "SETS/pets", "--limit", "-1"], "--limit -1"),
+        (["systems", "SETS/pets", "--views", "0"], "--views 0"),
+        (["systems", "SETS/pets", "--row", "dpee"], "Did you mean 'dpe'"),
+        (["systems", "SETS/pets", "--dry-run"], "--dry-run"),
     ],
 )
 def test_what_cannot_run_is_exit_code_two(arguments, message, tmp_path, capsys) -> None:

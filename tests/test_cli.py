@@ -17,6 +17,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import testtime as tt
+import testtime.datasets
 from testtime.cli import main
 
 CLASSES = "cat,dog,fox"
@@ -299,6 +300,10 @@ def test_strict_stops_at_a_bad_image_and_keeps_what_was_written(cli, photos, tmp
         (["PHOTOS", "--classes", CLASSES, "-e", "tiny", "--format", "xml"], "csv or jsonl"),
         (["PHOTOS", "--classes", CLASSES, "-e", "tiny", "--resume", "none.safetensors"], "none.safetensors"),
         (["PHOTOS", "--classes", CLASSES, "-e", "tiny", "--template", "a photo"], "a photo"),
+        (["PHOTOS", "-e", "tiny", "--shuffle", "--seed", str(2**70)], str(2**70)),
+        (["PHOTOS", "-e", "tiny", "--save", "PHOTOS"], "it is a folder"),
+        (["PHOTOS", "-e", "tiny", "--report", "PHOTOS/cat/0.png/run.html"], "Cannot write"),
+        (["", "--classes", CLASSES], "an empty name"),
     ],
 )
 def test_wrong_input_of_run_exits_with_two(cli, photos, tmp_path, arguments, said) -> None:
@@ -333,6 +338,46 @@ def test_an_interrupt_loses_nothing_that_was_written(photos, tmp_path) -> None:
     done = rows(out)
     assert len(done) >= 2
     assert tt.Session.load(state).count == len(done)
+
+
+def test_a_place_that_cannot_be_written_is_noticed_before_the_first_image(cli, photos, store, tmp_path) -> None:
+    for place in ("--save", "--report"):
+        outcome = cli("run", photos, "-e", "tiny", "--out", tmp_path / "a.csv", place, "/proc/none/x")
+        assert outcome.code == 2 and "Cannot write /proc/none/x" in outcome.err
+        assert not (tmp_path / "a.csv").exists()
+    for words in (["replay", store, "--out"], ["replay", store, "--report"], ["report", store, "--out"]):
+        outcome = cli(*words, photos)
+        assert outcome.code == 2 and "it is a folder" in outcome.err and "images" not in outcome.err
+    outcome = cli("encode", photos, "-e", "tiny", "--out", store, "--shard", 5)
+    assert outcome.code == 2 and "it is a file, and a folder is needed" in outcome.err
+    assert "of 12 images" not in outcome.err
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]  # what was tried is gone
+
+
+def test_a_run_in_which_nothing_can_be_read_is_wrong_input(cli, tmp_path) -> None:
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "a.png").write_text("no picture")
+    outcome = cli("run", tmp_path / "bad", "--classes", CLASSES, "-e", "tiny")
+    assert outcome.code == 2 and "None of the images could be read, 1 of 1" in outcome.err
+
+
+def test_options_that_a_saved_session_overrules_are_named(cli, photos, tmp_path) -> None:
+    state = tmp_path / "s.safetensors"
+    run = ["run", photos, "-e", "tiny", "--method", "tda"]
+    assert cli(*run, "--save", state).code == 0
+    again = cli(*run, "--resume", state)
+    assert "own settings: tda, 1 view, seed 0" in again.err and "cannot change that" not in again.err
+    other = cli("run", photos, "-e", "tiny", "--resume", state, "--method", "dpe", "--set", "alpha=3", "--seed", "4")
+    assert "--method, --set, --seed given here cannot change that" in other.err
+    shuffled = cli("run", photos, "-e", "tiny", "--resume", state, "--shuffle", "--seed", "4")
+    assert "cannot change that" not in shuffled.err  # the seed is for the order
+
+
+def test_a_run_that_was_finished_says_so(cli, photos, tmp_path) -> None:
+    run = ["run", photos, "-e", "tiny", "--out", tmp_path / "a.csv", "--save", tmp_path / "s.safetensors"]
+    cli(*run)
+    again = cli(*run, "--resume", tmp_path / "s.safetensors", "--report", tmp_path / "r.html")
+    assert again.code == 0 and "All 12 images are in" in again.err and len(rows(tmp_path / "a.csv")) == 12
 
 
 # encode
@@ -395,6 +440,15 @@ def test_every_command_has_help_with_an_example(cli, command) -> None:
     assert outcome.code == 0 and f"testtime {command}" in outcome.out.split("Example:")[1]
 
 
+def test_help_fills_the_line_and_asks_for_no_value_of_a_flag(cli) -> None:
+    shown = " ".join(cli("run", "--help").out.split())
+    assert "whether the image was learned from. Where the images" in shown
+    lines = [line for line in cli("run", "--help").out.splitlines() if "--shuffle " in line]
+    assert lines and "<bool>" not in lines[0]
+    wide = [line for line in cli("run", "--help").out.splitlines() if "Every row holds" in line]
+    assert "learned from. Where" in wide[0]  # two lines of the source
+
+
 def test_version_names_the_library_that_numbers_depend_on(cli) -> None:
     assert cli("version").out.startswith(f"testtime {tt.__version__}, torch {torch.__version__}")
 
@@ -410,4 +464,17 @@ def test_a_closed_pipe_is_no_failure(store) -> None:
     done = subprocess.run(
         ["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, env=dict(os.environ)
     )
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in done.stderr and done.returncode == 0
+
+
+def test_a_full_disk_and_a_folder_that_may_not_be_read_are_said_in_a_line(cli, photos, tmp_path, monkeypatch) -> None:
+    if os.path.exists("/dev/full"):
+        outcome = cli("run", photos, "-e", "tiny", "--out", "/dev/full")
+        assert outcome.code == 2 and "Cannot write /dev/full: No space left on device" in outcome.err
+
+    def locked(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(testtime.datasets.tables, "is_saved", locked)
+    outcome = cli("run", photos, "-e", "tiny")
+    assert outcome.code == 2 and outcome.err == f"error: {photos}: Permission denied.\n"

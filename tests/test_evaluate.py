@@ -138,6 +138,11 @@ def test_the_command_writes_tables_and_goes_on(pets, tmp_path, capsys) -> None:
     ("extra", "message"),
     [
         (["--seeds", "1,x"], "--seeds 1,x"),
+        (["--seeds", "99999999999999999999999"], "Seed 99999999999999999999999"),
+        (["--shard", "0"], "--shard 0"),
+        (["--prompts", "none.safetensors"], "none.safetensors"),
+        (["--prompts", "coop:none.safetensors"], "Cannot read none.safetensors"),
+        (["--out", "/proc/none"], "Cannot write /proc/none"),
         (["--track", "per-dataset"], "one-setting"),
         (["--augmix"], "--views N"),
         (["--views", "0"], "--views 0"),

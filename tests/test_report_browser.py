@@ -162,3 +162,9 @@ def test_every_chart_has_words_and_its_numbers(visit):
         !svg.getAttribute("aria-label") && !(svg.querySelector("title") && svg.querySelector("desc"))).length""")
     assert nameless == 0
     assert page.locator("details table").count() >= 4
+
+
+def test_the_scores_fit_on_a_phone(visit):
+    page = visit("full", SIZES[1])
+    room, needed = page.evaluate("(e => [e.clientWidth, e.scrollWidth])(document.querySelector('.scores').parentNode)")
+    assert needed <= room

@@ -1,6 +1,16 @@
-"""`python -m testtime` is `testtime`."""
+"""`testtime`, and `python -m testtime`."""
 
-from testtime.cli import main
+import sys
+
+
+def main() -> None:
+    """The command line; an interrupt while it is being loaded, which takes seconds, ends it without a traceback."""
+    try:
+        from testtime.cli import main as command
+    except KeyboardInterrupt:
+        sys.exit(130)
+    command()
+
 
 if __name__ == "__main__":
     main()

@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import traceback
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
+from typer.core import TyperGroup
 
 from testtime.commands import about, data, experiments, images, prompts, replay, report
+from testtime.commands.options import flag
+from testtime.interrupts import told
 from testtime.terminal import err
-from testtime.types import TesttimeError
+from testtime.types import InputError, Interrupted, TesttimeError
+
+STOPPED = "Interrupted. No half-written file is left; start it again."
+
+
+class Commands(TyperGroup):
+    """The commands, with two endings that typer has its own way with: an interrupt, and a reader who has gone."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            with told(lambda: STOPPED):
+                return super().invoke(ctx)
+        except BrokenPipeError:  # as with `| head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            sys.exit(0)
+
 
 app = typer.Typer(
+    cls=Commands,
     add_completion=False,
     no_args_is_help=True,
     rich_markup_mode="rich",
@@ -22,20 +42,29 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Zero-shot image classifiers that get better while they are in use.\n\n"
     "[bold]testtime demo[/] shows it in a minute; [bold]testtime run PHOTOS --classes cat,dog[/] does it with yours.",
-    epilog="Exit codes: 0 done, 1 failed while working, 2 wrong input or options. --debug shows tracebacks.",
+    epilog="Exit codes: 0 done, 1 failed while working, 2 wrong input or options, 130 interrupted. "
+    "--debug shows tracebacks.",
 )
 
 
 @app.callback()
 def _common(
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    debug: Annotated[bool, flag("--debug", help="Show tracebacks.")] = False,
 ) -> None:
     """Options of every command; `main` has already seen --debug wherever it stood."""
 
 
+def _unwrapped(commands: typer.Typer) -> typer.Typer:
+    """The commands with the lines of each paragraph of their help joined, for a terminal of any width."""
+    for command in commands.registered_commands:
+        paragraphs = (inspect.getdoc(command.callback) or "").split("\n\n")
+        command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+    return commands
+
+
 for commands in (images, replay, report, prompts, experiments, about):
-    app.add_typer(commands.app)  # no name: its commands stand beside the others
-app.add_typer(data.app, name="data")
+    app.add_typer(_unwrapped(commands.app))  # no name: its commands stand beside the others
+app.add_typer(_unwrapped(data.app), name="data")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -45,20 +74,24 @@ def main(argv: list[str] | None = None) -> None:
     arguments = [argument for argument in arguments if argument != "--debug"]
     try:
         app(arguments, prog_name="testtime")
+    except Interrupted as stop:
+        err.print(escape(str(stop)), soft_wrap=True, highlight=False)
+        sys.exit(stop.exit_code)
     except TesttimeError as error:
         if debug:
             traceback.print_exc()
         err.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True, highlight=False)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        err.print("Interrupted; what was written is complete up to here.")
-        sys.exit(130)
-    except BrokenPipeError:  # the reader of our output has gone, as with `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        sys.exit(0)
+    except KeyboardInterrupt:  # before or after a command
+        err.print(STOPPED)
+        sys.exit(Interrupted.exit_code)
     except Exception as error:
         if debug:
             traceback.print_exc()
+        if isinstance(error, OSError) and error.strerror:  # a folder that may not be read, a full disk
+            where = f"{error.filename}: " if error.filename else ""
+            err.print(f"[bold red]error:[/] {escape(where + error.strerror)}.", soft_wrap=True, highlight=False)
+            sys.exit(InputError.exit_code)
         err.print(
             f"[bold red]failed:[/] {escape(f'{type(error).__name__}: {error}')}\n"
             "This is a fault in testtime or in a library under it; --debug shows where.",

@@ -160,9 +160,8 @@ def write_results(folder: Path, name: str, result: dict[str, Any], page: str) ->
 def markdown(result: dict[str, Any]) -> str:
     """An evaluation as a page: what it ran on, and one table."""
     facts = result["facts"]
-    seeds = ", ".join(map(str, facts["seeds"]))
     lines = [
-        f"Encoder {facts['encoder']}, track {facts['track']}, protocol {facts['protocol']}, seeds {seeds}. "
+        f"Encoder {facts['encoder']}, track {facts['track']}, protocol {facts['protocol']}, {seeds_of(facts)}. "
         "Accuracy in percent, mean and sample deviation over seeds.",
         "",
         "| dataset | method | images | views | accuracy | spread | macro F1 | calibration error |",
@@ -178,6 +177,11 @@ def markdown(result: dict[str, Any]) -> str:
     texts = {(row["dataset"], described(row["text"])) for row in result["rows"] if "text" in row}
     lines += ["", *(f"Text on {dataset}: {text}." for dataset, text in sorted(texts))]
     return "\n".join(lines) + "\n"
+
+
+def seeds_of(facts: Mapping[str, Any]) -> str:
+    """The seeds in words: seed 1, or seeds 1, 2, 3."""
+    return f"seed{'s' * (len(facts['seeds']) > 1)} {', '.join(map(str, facts['seeds']))}"
 
 
 def described(text: Mapping[str, Any]) -> str:

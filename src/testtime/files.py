@@ -23,7 +23,7 @@ def write_atomic(path: str | Path, content: bytes | str) -> Path:
     """Write a file that others see either as it was or complete: write aside, flush to disk, rename."""
     path = Path(path)
     data = content.encode() if isinstance(content, str) else content
-    aside = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    aside = _aside(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(aside, "xb") as file:
@@ -42,6 +42,33 @@ def write_atomic(path: str | Path, content: bytes | str) -> Path:
     finally:
         os.close(folder)
     return path
+
+
+def check_place(path: Path | None) -> None:
+    """Refuse a file that could not be written, before the work that it is for; None needs no place."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise InputError(f"Cannot write {path}: it is a folder; give the name of a file.")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = _aside(path)
+        open(aside, "xb").close()
+        aside.unlink()
+    except OSError as error:
+        raise InputError(f"Cannot write {path}: {error.strerror or error}.") from None
+
+
+def check_folder(path: Path) -> None:
+    """Refuse a folder that nothing could be written to, before the work that it is for."""
+    if path.exists() and not path.is_dir():
+        raise InputError(f"Cannot write to {path}: it is a file, and a folder is needed.")
+    check_place(path / "any")
+
+
+def _aside(path: Path) -> Path:
+    """A hidden name beside a file that nobody else has."""
+    return path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
 
 
 def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Path:

@@ -1,12 +1,14 @@
-"""Ctrl-C at moments that can bear it."""
+"""Ctrl-C at moments that can bear it, and what is said of it."""
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+from testtime.types import Interrupted
 
 
 @contextmanager
@@ -23,3 +25,12 @@ def held_back() -> Iterator[None]:
         signal.signal(signal.SIGINT, usual)
         if waiting and callable(usual):
             usual(*waiting[0])
+
+
+@contextmanager
+def told(say: Callable[[], str]) -> Iterator[None]:
+    """Turn an interrupt in the block into one line that says what is kept and how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Interrupted(say()) from None

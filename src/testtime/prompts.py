@@ -171,8 +171,8 @@ def check_classes(classnames: Sequence[str], allow_duplicates: bool = False) -> 
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice and not allow_duplicates:
         raise InputError(
-            f"Class names given more than once: {_some(twice)}. They would share one prototype; rename them, "
-            "or pass allow_duplicates=True."
+            f"Class names given more than once: {_some(twice)}. They would share one prototype; rename them "
+            "(in Python, allow_duplicates=True lets them be)."
         )
     return names
 
@@ -192,7 +192,10 @@ def _sentences(names: Sequence[str], described: Mapping[str, Sequence[str]]) -> 
     if missing := [name for name in names if _key(name) not in described]:
         near = get_close_matches(_key(missing[0]), described, n=1)
         hint = f" For '{missing[0]}', did you mean '{near[0]}'?" if near else ""
-        raise InputError(f"{len(missing)} of {len(names)} classes lack descriptions: {_some(missing)}.{hint}")
+        raise InputError(
+            f"{len(missing)} of {len(names)} classes lack descriptions: {_some(missing)}.{hint} Each needs some; else "
+            "do without --descriptions."
+        )
     return [described[_key(name)] for name in names]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.status import Status
 
 from testtime.types import InputError
 
@@ -54,8 +55,18 @@ def opened(path: Path | None, append: bool) -> Iterator[Any]:
         file = open(path, "a" if append else "w", encoding="utf-8", newline="")
     except OSError as error:
         raise InputError(f"Cannot write {path}: {error.strerror or error}.") from None
-    with file:
-        yield file
+    try:
+        with file:
+            yield file
+    except OSError as error:
+        if error.filename is not None or isinstance(error, BrokenPipeError):
+            raise
+        raise InputError(f"Cannot write {path}: {error.strerror or error}.") from None
+
+
+def waiting(what: str) -> Status:
+    """A word on a terminal for as long as something takes that cannot be counted."""
+    return err.status(f"[dim]{escape(what)} ...[/]")
 
 
 @contextmanager
@@ -79,6 +90,11 @@ def progress(unit: str, total: int, quiet: bool = False) -> Iterator[Callable[[i
             err.print(f"{done} of {total} {unit}", highlight=False)
 
     yield line
+
+
+def counted(count: int, one: str, many: str | None = None) -> str:
+    """A count with its noun: 1 image, 2 images."""
+    return f"{count:,} {one if count == 1 else many or one + 's'}"
 
 
 def percent(fraction: float | None) -> str:

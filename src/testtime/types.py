@@ -3,6 +3,7 @@
 The error tree:
 
     TesttimeError            something failed while working (exit code 1)
+    ├── Interrupted          stopped by Ctrl-C (exit code 130)
     └── InputError           the input or the options are wrong (exit code 2)
         ├── UnknownName      no method, encoder, dataset or setting of that name
         ├── SettingError     a setting's value is out of its range
@@ -30,6 +31,12 @@ class TesttimeError(Exception):
     """Something failed while working."""
 
     exit_code = 1
+
+
+class Interrupted(TesttimeError):
+    """Stopped by Ctrl-C; the message says what is kept and how to go on."""
+
+    exit_code = 130
 
 
 class InputError(TesttimeError):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from testtime.evaluate import described, percent
+from testtime.evaluate import described, percent, seeds_of
 from testtime.recipes import BACKBONES, MEANS, Published, published
 
 NOT_RUN = "not run"
@@ -67,9 +67,7 @@ def page(result: Mapping[str, Any], command: str = "") -> str:
     parts, facts = report_parts(result), result["facts"]
     section = TablesReport(
         result["title"],
-        f"Track {facts['track']}, protocol {facts['protocol']}, seeds {', '.join(map(str, facts['seeds']))}"
-        if facts
-        else "",
+        f"Track {facts['track']}, protocol {facts['protocol']}, {seeds_of(facts)}" if facts else "",
         [Table(*sheet) for sheet in sheets(result)],
         {},
         "\n\n".join(remarks(result)),
@@ -209,7 +207,7 @@ def _title(result: Mapping[str, Any], encoder: str, rows: Sequence[Mapping[str, 
         views = {f"{row['views']} view{'s' * (row['views'] > 1)}{' AugMix' * row['augmix']}" for row in ran}
         shown += [f"{ran[0]['images']} images" if len(result["columns"]) == 1 else "", " or ".join(sorted(views))]
     if facts:
-        shown += [facts["track"], facts["protocol"], f"seeds {', '.join(map(str, facts['seeds']))}"]
+        shown += [facts["track"], facts["protocol"], seeds_of(facts)]
     elif len(result["columns"]) > 1:
         shown.append("measured (published)")
     return ", ".join(part for part in shown if part) + (

@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from testtime import __version__
+from testtime.commands.options import flag
 from testtime.terminal import err, out
 
 app = typer.Typer()
@@ -41,14 +42,16 @@ def list_(
 @app.command(epilog="Example:  testtime demo --out demo")
 def demo(
     output: Annotated[Path, typer.Option("--out", "-o", help="Folder for the HTML report.")] = Path("demo"),
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
+    as_json: Annotated[bool, flag("--json", help="One JSON object on standard output.")] = False,
 ) -> None:
     """Watch adaptation on real photographs: a live table, then a report. No download, under a minute.
 
     The features of 2,465 Caltech101 photographs come with the package. Settings are each method's defaults.
     """
     from testtime.demo import run_demo
+    from testtime.files import check_folder
 
+    check_folder(output)
     run_demo(output, out if not as_json else err, as_json)
 
 
@@ -78,6 +81,5 @@ def _datasets() -> list[tuple[str, str]]:
         *((row.name, f"{row.title}: {row.images:,} images, {row.classes:,} classes") for row in BENCHMARKS),
         ("FOLDER", "Your own images; folders named after a class give labels to score with"),
         ("FILE.tar, FILE.csv, ...", "Shards of webdataset, a table of paths and labels, Parquet, a saved dataset"),
-        ("FILE.safetensors", "A feature file made by 'testtime encode'"),
-        ("demo", "Features of the Caltech101 test split that come with the package"),
+        ("FILE.safetensors", "Features made by 'testtime encode', for 'testtime replay' and 'report'"),
     ]

@@ -10,7 +10,8 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from testtime.terminal import err, out
+from testtime.commands.options import flag
+from testtime.terminal import out, waiting
 from testtime.types import InputError
 
 if TYPE_CHECKING:
@@ -21,12 +22,14 @@ app = typer.Typer(no_args_is_help=True, help="Which benchmarks are there, and wh
 
 STYLES = {"complete": "green", "half copied": "yellow", "differs": "yellow", "broken": "red"}
 
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
+Json = Annotated[bool, flag("--json", help="One JSON object on standard output.")]
 
 
 @app.command(epilog="Example:  testtime data check ~/datasets")
 def check(
-    root: Annotated[Path, typer.Argument(help="The folder that holds the datasets, or one dataset's own.")],
+    root: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="The folder that holds the datasets, or one dataset's own.")
+    ],
     as_json: Json = False,
 ) -> None:
     """Look for the fifteen benchmarks in a folder: found where, how many images, what is missing.
@@ -35,7 +38,7 @@ def check(
     """
     from testtime.datasets.check import check_benchmarks
 
-    with err.status("") as status:
+    with waiting("looking") as status:
         findings = check_benchmarks(root.expanduser(), lambda row: status.update(f"looking at {row.title}"))
     if as_json:
         print(json.dumps({"root": str(root), "datasets": [_finding(finding) for finding in findings]}))
@@ -49,7 +52,9 @@ def check(
 
 @app.command(epilog="Example:  testtime data info imagenet-a")
 def info(
-    name: Annotated[str, typer.Argument(help="A benchmark's short name; see 'testtime list datasets'.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="A benchmark's short name; see 'testtime list datasets'.")
+    ],
     as_json: Json = False,
 ) -> None:
     """Say what a benchmark holds, where it comes from, where it is looked for and how it is prompted."""

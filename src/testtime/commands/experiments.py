@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from testtime.commands.options import Device, EncoderName, Templates
-from testtime.devices import find_device
+from testtime.commands.options import Device, EncoderName, Templates, encoder_of, flag
+from testtime.interrupts import told
 from testtime.terminal import note, out, percent
 from testtime.types import InputError
 
@@ -30,17 +30,25 @@ Protocol = Annotated[
 RecipeViews = Annotated[
     int | None, typer.Option("--views", help="Views per image; else as the dataset's recipe says, 1 for your own.")
 ]
-RecipeAugMix = Annotated[bool, typer.Option("--augmix", help="With --views: mix the random crops with AugMix.")]
+RecipeAugMix = Annotated[bool, flag("--augmix", help="With --views: mix the random crops with AugMix.")]
 Described = Annotated[
     Path | None,
     typer.Option("--descriptions", help="JSON of class name -> sentences (CuPL), or a folder with one per dataset."),
 ]
-Learned = Annotated[Path | None, typer.Option("--prompts", help="Learned prompts (CoOp), for what uses them.")]
+Learned = Annotated[
+    Path | None,
+    typer.Option(
+        "--prompts",
+        metavar="coop:FILE",
+        parser=lambda text: Path(str(text).removeprefix("coop:")),  # as 'run' has it, and the file's name alone
+        help="A learned prompt, for what uses it; see 'testtime train-prompts'.",
+    ),
+]
 Out = Annotated[Path, typer.Option("--out", "-o", help="Folder for features, cells and tables.")]
 Limit = Annotated[
     int | None, typer.Option("--limit", help="Only this many images, drawn at random, the same for every seed.")
 ]
-Json = Annotated[bool, typer.Option("--json", help="The rows as JSON on standard output.")]
+Json = Annotated[bool, flag("--json", help="The rows as JSON on standard output.")]
 Shard = Annotated[int, typer.Option("--shard", help="Images to a shard of features; an interrupt loses one.")]
 
 
@@ -49,8 +57,11 @@ Shard = Annotated[int, typer.Option("--shard", help="Images to a shard of featur
     epilog="Example:  testtime eval caltech-101/ --encoder offline --methods zeroshot,tda,dpe --seeds 1,2,3",
 )
 def eval_(
-    data: Annotated[list[str], typer.Argument(help="Folders of labelled images, or benchmarks by name with --root.")],
-    methods: Annotated[str, typer.Option("--methods", help="With commas between; dpe:paper for a preset.")] = (
+    data: Annotated[
+        list[str],
+        typer.Argument(metavar="DATA", help="Folders of labelled images, or benchmarks by name with --root."),
+    ],
+    methods: Annotated[str, typer.Option("--methods", "-m", help="With commas between; dpe:paper for a preset.")] = (
         "zeroshot,dpe"
     ),
     root: Annotated[Path | None, typer.Option("--root", help="The folder that holds the benchmarks.")] = None,
@@ -75,15 +86,30 @@ def eval_(
     hold no times: the same command gives the same bytes, however often it was interrupted.
     """
     from testtime.evaluate import evaluate, find_dataset, markdown, write_results
+    from testtime.files import check_folder
 
     datasets = [find_dataset(what, root) for what in data]
     for line in (line for dataset in datasets for line in dataset.notes):
         note(f"note: {line}")
-    plan = _plan(
-        encoder, output, seeds, track, protocol, views, augmix, template, descriptions, learned, limit, shard, device
-    )
-    result = evaluate(plan, datasets, [name.strip() for name in methods.split(",") if name.strip()])
-    write_results(output, "results", result, markdown(result))
+    check_folder(output)
+    with told(lambda: _stopped(output)):
+        plan = _plan(
+            encoder,
+            output,
+            seeds,
+            track,
+            protocol,
+            views,
+            augmix,
+            template,
+            descriptions,
+            learned,
+            limit,
+            shard,
+            device,
+        )
+        result = evaluate(plan, datasets, [name.strip() for name in methods.split(",") if name.strip()])
+        write_results(output, "results", result, markdown(result))
     if as_json:
         print(json.dumps(result))
         return
@@ -103,7 +129,10 @@ def eval_(
 def bench(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Which experiment; 'testtime bench list' names them.")],
     data: Annotated[
-        Path | None, typer.Argument(help="A dataset's folder; for tables of benchmarks, the folder that holds them.")
+        Path | None,
+        typer.Argument(
+            metavar="DATA", help="A dataset's folder; for tables of benchmarks, the folder that holds them."
+        ),
     ] = None,
     encoder: Annotated[
         str | None, typer.Option("--encoder", "-e", help="See 'list encoders'; else the experiment's own.")
@@ -116,12 +145,12 @@ def bench(
     descriptions: Described = None,
     learned: Learned = None,
     rows: Annotated[
-        list[str] | None, typer.Option("--row", help="Only this row of the table; may be given again.")
+        list[str] | None, typer.Option("--row", metavar="ROW", help="Only this row of the table; may be given again.")
     ] = None,
     after: Annotated[str | None, typer.Option("--after", help="tsne: numbers of images, with commas between.")] = None,
     limit: Limit = None,
     device: Device = "auto",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it will cost, and do nothing.")] = False,
+    dry_run: Annotated[bool, flag("--dry-run", help="Say what it will cost, and do nothing.")] = False,
     output: Out = Path("runs"),
     as_json: Json = False,
 ) -> None:
@@ -136,14 +165,21 @@ def bench(
         lines += [["tsne", "What the queues hold, early and late"], ["systems", "Every system: accuracy, time, memory"]]
         _print("", ["name", "what it shows"], lines, left=2)
         return
-    if name == "systems":
-        _systems(data, encoder, views, augmix, seeds, limit, device, learned, rows, output, as_json)
-        return
     common = (output, seeds, track, protocol, views, augmix, None, descriptions, learned, limit, 256, device)
-    if name == "tsne":
-        _queues(data, encoder or "offline", common, after, output, as_json)
-        return
-    _experiment(name, data, encoder, common, rows, dry_run, output, as_json)
+    if dry_run and name in ("systems", "tsne"):
+        raise InputError(f"--dry-run knows the cost of tables of settings, and not of '{name}'; leave it out.")
+    with told(lambda: _stopped(output)):
+        if name == "systems":
+            _systems(data, encoder, views, augmix, seeds, limit, device, learned, rows, output, as_json)
+        elif name == "tsne":
+            _queues(data, encoder or "offline", common, after, output, as_json)
+        else:
+            _experiment(name, data, encoder, common, rows, dry_run, output, as_json)
+
+
+def _stopped(output: Path) -> str:
+    """What to say of an interrupt."""
+    return f"Interrupted. What was finished is kept in {output}; the same command goes on from there."
 
 
 def _experiment(
@@ -160,7 +196,7 @@ def _experiment(
     from testtime.bench.runner import find_columns, find_experiment
     from testtime.bench.tables import remarks, sheets
     from testtime.evaluate import write_results
-    from testtime.files import write_atomic
+    from testtime.files import check_folder, write_atomic
 
     experiment = find_experiment(name)
     if dry_run:
@@ -173,6 +209,7 @@ def _experiment(
     for dataset in columns.values():
         for line in [] if isinstance(dataset, str) else dataset.notes:
             note(f"note: {line}")
+    check_folder(output)
     result = run_bench(name, _plans(experiment, encoder, common), columns, rows)
     write_results(output, name, result, markdown(result))
     write_atomic(output / f"{name}.html", page(result, "testtime " + shlex.join(sys.argv[1:])))
@@ -206,12 +243,13 @@ def _queues(
 ) -> None:
     from testtime.bench.queues import queues_markdown, queues_page, run_queues
     from testtime.evaluate import find_dataset, write_results
-    from testtime.files import write_atomic
+    from testtime.files import check_folder, write_atomic
 
     if data is None:
         raise InputError("tsne runs on a dataset of yours: give its folder, as in bench tsne FOLDER.")
     moments = None if after is None else _numbers(after, "--after")
     dataset = find_dataset(str(data))
+    check_folder(output)
     result = run_queues(_plan(encoder, *common), dataset, moments)
     write_results(output, "tsne", result, queues_markdown(result))
     write_atomic(output / "tsne.html", queues_page(result, dataset, "testtime " + shlex.join(sys.argv[1:])))
@@ -235,19 +273,22 @@ def _systems(
     output: Path,
     as_json: bool,
 ) -> None:
-    from testtime import load_encoder
     from testtime.bench import systems
     from testtime.evaluate import find_dataset
+    from testtime.files import check_folder
 
     if data is None:
         raise InputError("systems runs on a dataset of yours: give its folder, as in bench systems FOLDER.")
+    _check_counts(limit, views)
+    chosen = systems.named(names)
     dataset = find_dataset(str(data))
     for line in dataset.notes:
         note(f"note: {line}")
     seed = _numbers(seeds, "--seeds")[0] if seeds else 1
-    loaded = load_encoder(encoder or "offline", device=find_device(device))
+    check_folder(output)
+    loaded = encoder_of(encoder or "offline", device)
     plan = systems.Bench(output, loaded, dataset, views or 1, augmix, seed, limit, note)
-    rows = systems.run_systems(plan, systems.named(names), prompts=learned)
+    rows = systems.run_systems(plan, chosen, prompts=learned)
     if as_json:
         print(json.dumps({"facts": plan.facts(), "rows": rows}))
         return
@@ -270,6 +311,7 @@ def _systems(
     for row in rows:
         if "skipped" in row:
             note(f"{row['system']}: {row['skipped']}")
+    note(f"Each row is a file in {output}/systems.")
 
 
 def _plan(
@@ -287,16 +329,17 @@ def _plan(
     shard: int,
     device: str,
 ) -> Any:
-    from testtime import load_encoder, recipes
+    from testtime import recipes
     from testtime.evaluate import Plan
 
-    if views is not None and views < 1:
-        raise InputError(f"--views {views}: at least the image itself is needed, so 1 or more.")
+    _check_counts(limit, views)
+    if shard < 1:
+        raise InputError(f"--shard {shard}: at least one image to a shard.")
     if augmix and views is None:
         raise InputError("--augmix goes with --views N; without it, the recipe decides on both.")
     chosen = _numbers(seeds, "--seeds") if seeds else recipes.seeds_of(protocol)
     one = template[0] if template and len(template) == 1 else template  # one may be the name of a set
-    loaded = load_encoder(encoder, device=find_device(device))
+    loaded = encoder_of(encoder, device)
     return Plan(
         output,
         loaded,
@@ -329,6 +372,13 @@ def _plans(experiment: Any, encoder: str | None, common: tuple[Any, ...]) -> dic
     return plans
 
 
+def _check_counts(limit: int | None, views: int | None) -> None:
+    if limit is not None and limit < 1:
+        raise InputError(f"--limit {limit}: at least one image is needed.")
+    if views is not None and views < 1:
+        raise InputError(f"--views {views}: at least the image itself is needed, so 1 or more.")
+
+
 def _numbers(text: str, option: str) -> list[int]:
     try:
         numbers = [int(part) for part in text.split(",")]
@@ -339,9 +389,14 @@ def _numbers(text: str, option: str) -> list[int]:
 
 def _print(title: str, header: Sequence[str], lines: Sequence[Sequence[str]], left: int = 1) -> None:
     """A table; in a pipe as wide as it needs to be."""
-    table = Table(title=escape(title) or None, title_justify="left")
+    console = out if out.is_terminal else Console(width=WIDE)
+    if title:  # a table would break it to its own width
+        console.print(f"[bold]{escape(title)}[/]", highlight=False)
+    table = Table()
+    if not header[-1] and not any(line[-1] for line in lines):  # a column for remarks, and none to make
+        header, lines = header[:-1], [line[:-1] for line in lines]
     for place, column in enumerate(header):
         table.add_column(escape(column), justify="left" if place < left else "right", no_wrap=place < left)
     for line in lines:
         table.add_row(*map(escape, line))
-    (out if out.is_terminal else Console(width=WIDE)).print(table)
+    console.print(table)

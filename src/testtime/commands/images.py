@@ -33,6 +33,8 @@ from testtime.commands.options import (
     Templates,
     Variations,
     ViewsOrPaper,
+    encoder_of,
+    flag,
     method_of,
     ordered,
     source_of,
@@ -40,17 +42,20 @@ from testtime.commands.options import (
     variations_of,
 )
 from testtime.devices import find_device
-from testtime.terminal import Watch, err, opened, percent, progress
-from testtime.types import InputError
+from testtime.interrupts import told
+from testtime.terminal import Watch, counted, err, note, opened, percent, progress
+from testtime.types import InputError, Interrupted
 
 if TYPE_CHECKING:
     from testtime.report.record import Record
 
 app = typer.Typer()
+SHARD = 1000  # images, as a hint
 
 
 @app.command(epilog="Example:  testtime run photos/ --classes cat,dog,fox --out answers.csv --save pets.safetensors")
 def run(
+    context: typer.Context,
     images: Images,
     root: Root = None,
     classes: Classes = None,
@@ -78,7 +83,7 @@ def run(
     report: Report = None,
     strict: Strict = False,
     reference: Reference = False,
-    json_summary: Annotated[bool, typer.Option("--json", help="Summary as a JSON object on standard error.")] = False,
+    json_summary: Annotated[bool, flag("--json", help="Summary as a JSON object on standard error.")] = False,
 ) -> None:
     """Classify images and learn from each one as it passes.
 
@@ -86,8 +91,8 @@ def run(
     learned from. Where the images come with labels, or lie in folders named after classes, the accuracy of both is
     shown too; labels only score.
     """
-    from testtime import load_encoder
     from testtime.engine import Session
+    from testtime.files import check_place
     from testtime.runs import Rows, Tally, reopen, row, run_images
 
     style = _style(style, output)
@@ -97,7 +102,9 @@ def run(
     order = ordered(len(data), shuffle, seed, limit)
     paths, labels = [data.paths[i] for i in order], [labels[i] for i in order]
     source, count = variations_of(variations, views, paths, find_device(device))
-    loaded = load_encoder(encoder, device=find_device(device))
+    for place in (save, report):
+        check_place(place)
+    loaded = encoder_of(encoder, device)
     task = task_of(loaded, names, template, descriptions, prompts, getattr(chosen, "needs_tower", False))
     if resume is None:
         session = Session(
@@ -106,11 +113,19 @@ def run(
     else:
         session = Session.load(resume, task, encoder=loaded, variations=source, device=find_device(device))
         session.reference = reference
-        err.print(f"Going on after {session.count} images from {escape(str(resume))} with its own settings.")
+        own = (
+            f"{session.method.name}, {counted(session.views, 'view')}{', AugMix' * session.augmix}, seed {session.seed}"
+        )
+        note(f"Going on after {counted(session.count, 'image')} from {resume} with its own settings: {own}.")
+        if unheard := _unheard(context, session, chosen, count, shuffle):
+            note(f"note: {', '.join(unheard)} given here cannot change that; start without --resume to use it.")
     if resume is not None and output is not None:
         done = reopen(output, style, session.count)
         left = [i for i, path in enumerate(paths) if str(path) not in done]
         paths, labels = [paths[i] for i in left], [labels[i] for i in left]
+        if not left:
+            note(f"All {counted(len(order), 'image')} are in {output} already; nothing is left to do.")
+            return
     tally = Tally()
     record = None
     if report is not None:
@@ -132,16 +147,24 @@ def run(
                 record=record,
                 on_skip=lambda line: err.print(f"[yellow]skipped[/] {escape(line)}", soft_wrap=True),
             )
+            stopped = False
             try:
                 for index, path, prediction in stream:
                     rows.write(row(index, path, prediction))
                     advance(tally.images + len(tally.skipped))
+            except KeyboardInterrupt:
+                stopped = True
             finally:
                 stream.close()  # saves the state, also when interrupted
-    if report is not None and record is not None:
+    if not tally.images and not stopped:
+        raise InputError(f"None of the images could be read, {len(paths):,} of {len(paths):,} were skipped.")
+    if report is not None and record is not None and tally.images:
         order_words = f"shuffled, seed {seed}" if shuffle else "as given"
+        order_words += f", interrupted after {tally.images:,} of {len(paths):,} images" * stopped
         _write_report(report, record, data.name, order_words)
-    _print_tally(tally, session, save, output, json_summary, report)
+    _print_tally(tally, session, save, output, json_summary, report if tally.images else None)
+    if stopped:
+        raise Interrupted(f"Interrupted after {tally.images:,} of {len(paths):,} images. {_how_to_go_on(save, output)}")
 
 
 @app.command(epilog="Example:  testtime encode photos/ --classes cat,dog,fox --views 64 --out photos.safetensors")
@@ -170,15 +193,19 @@ def encode(
     Where every image comes with a label, or lies in a folder named after a class, replays are scored with these.
     """
     from testtime import encode as encoding
-    from testtime import load_encoder, registry
+    from testtime import registry
+    from testtime.files import check_folder, check_place
 
     data, names, labels = source_of(images, root, classes, classes_file)
     order = ordered(len(data), False, seed, limit)
     paths = [data.paths[i] for i in order]
     if dtype not in encoding.DTYPES:
         raise registry.unknown("dtype", dtype, encoding.DTYPES)
+    if shard is not None and shard < 1:
+        raise InputError(f"--shard {shard}: at least one image to a shard.")
     source, count = variations_of(variations, views, paths, find_device(device))
-    loaded = load_encoder(encoder, device=find_device(device))
+    check_place(output) if shard is None else check_folder(output)
+    loaded = encoder_of(encoder, device)
     task = task_of(loaded, names, template, descriptions, prompts)
     skipped: list[str] = []
 
@@ -186,7 +213,14 @@ def encode(
         skipped.append(line)
         err.print(f"[yellow]skipped[/] {escape(line)}", soft_wrap=True)
 
-    with progress("images", len(paths)) as advance:
+    def stopped() -> str:
+        if shard is None:
+            return (
+                f"Interrupted; nothing is kept. With --shard {SHARD}, what was done up to the last {SHARD} images is."
+            )
+        return f"Interrupted. Finished shards are kept in {output}; the same command goes on after them."
+
+    with told(stopped), progress("images", len(paths)) as advance:
         done = encoding.encode(
             loaded, task, paths, output,
             labels=[labels[i] for i in order], views=count, augmix=augmix, seed=seed,
@@ -194,7 +228,30 @@ def encode(
             on_skip=None if strict else skip, progress=advance,
         )  # fmt: skip
     every = count if source is None else 2 * count - 1
-    err.print(f"{done} images x {every} views in {escape(str(output))}, {len(skipped)} skipped.")
+    note(f"{counted(done, 'image')} x {counted(every, 'view')} in {output}, {len(skipped)} skipped.")
+
+
+def _unheard(context: typer.Context, session: Any, method: Any, views: int, shuffle: bool) -> list[str]:
+    """The options given that say other than the saved session, which has the last word."""
+    other = {
+        "method": method.name != session.method.name,
+        "preset": method != session.method,
+        "settings": method != session.method,
+        "views": views != session.views,
+        "augmix": not session.augmix,
+        "seed": context.params["seed"] != session.seed and not shuffle,  # which it is for too
+    }
+    options = {param.name: param.opts[0] for param in context.command.params}
+    given = [name for name in other if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]
+    return [options[name] for name in given if other[name]]
+
+
+def _how_to_go_on(save: Path | None, output: Path | None) -> str:
+    if save is None:
+        return "What was learned is gone; --save FILE keeps it, and --resume FILE goes on from it."
+    if output is None:
+        return f"What was learned is in {save}; --resume {save} goes on from it."
+    return f"The same command with --resume {save} goes on from there."
 
 
 def _style(style: str | None, output: Path | None) -> str:
@@ -236,7 +293,8 @@ def _print_tally(
         print(json.dumps(facts), file=sys.stderr)
         return
     err.print(
-        f"{tally.images} images, {tally.learned} learned from, {tally.changed} answers other than zero-shot"
+        f"{counted(tally.images, 'image')}, {tally.learned:,} learned from, "
+        f"{counted(tally.changed, 'answer')} other than zero-shot"
         + (f", {len(tally.skipped)} skipped" if tally.skipped else "")
         + (f"; rows in {escape(str(output))}" if output else "")
         + (f"; state in {escape(str(save))}" if save else "")
@@ -246,7 +304,7 @@ def _print_tally(
     )
     if tally.labelled:
         err.print(
-            f"accuracy on {tally.labelled} images whose class is known: "
+            f"accuracy on {counted(tally.labelled, 'image')} whose class is known: "
             f"{percent(facts['accuracy'])} ({session.method.name}), "
             f"{percent(facts['zero_shot_accuracy'])} (zero-shot)",
             highlight=False,

@@ -8,17 +8,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from testtime.terminal import note
+from testtime.terminal import note, waiting
 from testtime.types import InputError, StoredImage
 
 if TYPE_CHECKING:
     from testtime.datasets import Dataset
 
+
+def flag(*names: str, help: str) -> Any:
+    """An option that is there or not; without this, its help asks for a <bool>."""
+    return typer.Option(*names, help=help, metavar="")
+
+
 Images = Annotated[
     str,
     typer.Argument(
+        metavar="IMAGES",
         help="A folder, a pattern in quotes, a .txt of paths, an image, - for paths on standard input; a CSV, .tar "
-        "shards, a saved dataset; or a benchmark by name with --root."
+        "shards, a saved dataset; or a benchmark by name with --root.",
     ),
 ]
 Root = Annotated[Path | None, typer.Option("--root", help="The folder that holds the benchmarks.")]
@@ -39,7 +46,9 @@ Settings = Annotated[
 Preset = Annotated[str | None, typer.Option("--preset", help="A named set of settings: released or paper for dpe.")]
 Templates = Annotated[
     list[str] | None,
-    typer.Option("--template", help="A prompt with {} for the class, or a named set; may be given again."),
+    typer.Option(
+        "--template", metavar="TEXT", help="A prompt with {} for the class, or a named set; may be given again."
+    ),
 ]
 Descriptions = Annotated[
     Path | None,
@@ -58,24 +67,25 @@ Variations = Annotated[
     str | None,
     typer.Option(
         "--variations",
-        metavar="FOLDER|diffusers:WEIGHTS",
-        help="Also views drawn by a diffusion model, as many as crops: made earlier, a folder an image, or made now.",
+        metavar="SOURCE",
+        help="Also views drawn by a diffusion model, as many as crops: FOLDER of those made earlier, in a folder for "
+        "each image, or diffusers:WEIGHTS to make them now.",
     ),
 ]
 SAY_CLASSES = "Say what to tell apart: --classes cat,dog,fox or --classes-file FILE (one of the two)."
 PAPER_VIEWS = 64  # beside which DiffTPT has 63 variations
-AugMix = Annotated[bool, typer.Option("--augmix", help="Mix the random crops with AugMix.")]
+AugMix = Annotated[bool, flag("--augmix", help="Mix the random crops with AugMix.")]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of views and of --shuffle.")]
-Shuffle = Annotated[bool, typer.Option("--shuffle", help="Shuffle the stream by --seed.")]
+Shuffle = Annotated[bool, flag("--shuffle", help="Shuffle the stream by --seed.")]
 Device = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, or auto.")]
 Limit = Annotated[int | None, typer.Option("--limit", help="Stop after this many images.")]
 Reference = Annotated[
-    bool, typer.Option("--reference", help="Run the method's own steps, not its fast twin; same answers, slower.")
+    bool, flag("--reference", help="Run the method's own steps, not its fast twin; same answers, slower.")
 ]
 Report = Annotated[
     Path | None, typer.Option("--report", help="Write an HTML page about it that needs nothing else, as 'report' does.")
 ]
-Strict = Annotated[bool, typer.Option("--strict", help="Stop at an image that cannot be read, and do not skip it.")]
+Strict = Annotated[bool, flag("--strict", help="Stop at an image that cannot be read, and do not skip it.")]
 
 
 def method_of(name: str, preset: str | None, settings: list[str] | None, start: dict[str, object] | None = None) -> Any:
@@ -84,13 +94,22 @@ def method_of(name: str, preset: str | None, settings: list[str] | None, start: 
     return registry.make_method(name, preset, dict(start or {}) | pairs(settings))
 
 
-def pairs(settings: list[str] | None) -> dict[str, object]:
-    """What --set gave, by name."""
+def encoder_of(name: str, device: str) -> Any:
+    from testtime import load_encoder
+    from testtime.devices import find_device
+
+    where = find_device(device)
+    with waiting(f"loading the encoder {name}"):
+        return load_encoder(name, device=where)
+
+
+def pairs(settings: list[str] | None, option: str = "--set", example: str = "alpha=4") -> dict[str, object]:
+    """What an option of the form KEY=VALUE gave, by name."""
     chosen: dict[str, object] = {}
     for entry in settings or []:
         key, equals, value = entry.partition("=")
         if not equals:
-            raise InputError(f"--set {entry}: write it as KEY=VALUE, for example --set alpha=4.")
+            raise InputError(f"{option} {entry}: write it as KEY=VALUE, for example {option} {example}.")
         chosen[key.strip()] = value.strip()
     return chosen
 
@@ -144,10 +163,11 @@ def task_of(
 
     one = templates[0] if templates and len(templates) == 1 else templates  # one may be the name of a set
     # names given twice have been refused; a benchmark may have two classes of one name
-    return build_task(
-        encoder, names, templates=one, descriptions=descriptions, prompts=prompts, context=context,
-        allow_duplicates=True,
-    )  # fmt: skip
+    with waiting("encoding the class names"):
+        return build_task(
+            encoder, names, templates=one, descriptions=descriptions, prompts=prompts, context=context,
+            allow_duplicates=True,
+        )  # fmt: skip
 
 
 def variations_of(spec: str | None, views: int | None, images: Sequence[StoredImage], device: Any) -> tuple[Any, int]:

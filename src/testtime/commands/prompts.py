@@ -16,10 +16,12 @@ from testtime.commands.options import (
     EncoderName,
     Strict,
     class_names,
+    encoder_of,
+    flag,
     pairs,
 )
-from testtime.devices import find_device
-from testtime.terminal import err, percent, progress
+from testtime.interrupts import told
+from testtime.terminal import counted, err, percent, progress
 from testtime.types import InputError, StoredImage
 
 app = typer.Typer()
@@ -33,7 +35,10 @@ def train_prompts(
     output: Annotated[Path, typer.Option("--out", "-o", help="The prompt; written after every epoch.")],
     images: Annotated[
         str | None,
-        typer.Argument(help="Labelled images, in folders named after their classes or a dataset; not with --split."),
+        typer.Argument(
+            metavar="IMAGES",
+            help="Labelled images, in folders named after their classes or a dataset; not with --split.",
+        ),
     ] = None,
     classes: Classes = None,
     classes_file: ClassesFile = None,
@@ -53,7 +58,7 @@ def train_prompts(
         int, typer.Option("--views", help="Views per image, itself and random crops; an epoch draws one of them.")
     ] = 1,
     device: Device = "auto",
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from --out where it was interrupted.")] = False,
+    resume: Annotated[bool, flag("--resume", help="Go on from --out where it was interrupted.")] = False,
     strict: Strict = False,
 ) -> None:
     """Learn the words of a prompt (CoOp) from a few labelled images of each class.
@@ -63,7 +68,8 @@ def train_prompts(
     """
     from dataclasses import replace
 
-    from testtime import build_task, coop, load_encoder, registry
+    from testtime import build_task, coop, registry
+    from testtime.files import check_place
 
     given = {"shots": shots, "epochs": epochs, "seed": seed} | pairs(settings)
     chosen = coop.CoOpSettings(
@@ -73,20 +79,21 @@ def train_prompts(
         raise InputError(f"{output} is there already; go on from it with --resume, or give another --out.")
     paths, labels, names = _training_images(images, split, root, classes, classes_file)
     places, truth = coop.pick_images(labels, names, chosen)
-    loaded = load_encoder(encoder, device=find_device(device))
+    check_place(output)
+    loaded = encoder_of(encoder, device)
     words = coop.blank_words(chosen.n_ctx) if chosen.init == "random" else chosen.init
     task = build_task(loaded, names, context=words)
     if chosen.init != "random" and "n_ctx" not in given and task.context is not None:
         chosen = replace(chosen, n_ctx=len(task.context.start))
     if output.exists():  # what cannot be resumed shows before the images are encoded
         coop.check_checkpoint(output, names, loaded.name, chosen)
-    with progress("images", len(places)) as advance:
+    with told(lambda: _stopped(output)), progress("images", len(places)) as advance:
         features, kept = coop.encode_images(
             loaded, [paths[i] for i in places], views=views, seed=chosen.seed, progress=advance,
             on_skip=None if strict else lambda line: err.print(f"[yellow]skipped[/] {escape(line)}", soft_wrap=True),
         )  # fmt: skip
     log: list[Any] = []
-    with progress("epochs", chosen.epochs, quiet=not err.is_terminal) as advance:
+    with told(lambda: _stopped(output)), progress("epochs", chosen.epochs, quiet=not err.is_terminal) as advance:
 
         def note(epoch: Any) -> None:
             log.append(epoch)
@@ -100,8 +107,17 @@ def train_prompts(
 
         labels_kept = [truth[i] for i in kept]
         coop.train(task, features, labels_kept, chosen, checkpoint=output, resume=resume, progress=note)
-    done = f"{len(log)} epochs" if log else "no epochs left to do"
-    err.print(f"{done} on {len(kept)} images of {len(names)} classes; the prompt is in {escape(str(output))}.")
+    done = counted(len(log), "epoch") if log else "no epochs left to do"
+    err.print(
+        f"{done} on {counted(len(kept), 'image')} of {len(names)} classes; the prompt is in {escape(str(output))}."
+    )
+
+
+def _stopped(output: Path) -> str:
+    """What to say of an interrupt."""
+    if not output.exists():
+        return "Interrupted before the end of an epoch; nothing is kept."
+    return f"Interrupted. The prompt after the last whole epoch is in {output}; the same command with --resume goes on."
 
 
 def _training_images(

@@ -25,6 +25,7 @@ from testtime.commands.options import (
     Seed,
     Settings,
     Shuffle,
+    flag,
     method_of,
 )
 from testtime.devices import find_device
@@ -40,16 +41,16 @@ app = typer.Typer()
 
 @app.command(epilog="Example:  testtime replay photos.safetensors --method dpe --set alpha=4 --json")
 def replay(
-    file: Annotated[Path, typer.Argument(help="A feature file, or a folder of shards.")],
+    file: Annotated[Path, typer.Argument(metavar="FEATURES", help="A feature file, or a folder of shards.")],
     method: MethodName = "dpe",
     settings: Settings = None,
     preset: Preset = None,
     recorded: Annotated[
-        bool, typer.Option("--recorded", help="Take the settings that the file's metadata gives under 'hp.'.")
+        bool, flag("--recorded", help="Take the settings that the file's metadata gives under 'hp.'.")
     ] = False,
     oracle: Annotated[
         bool,
-        typer.Option("--oracle", help="dmn only: choose its fusion weight with the test labels, as was published."),
+        flag("--oracle", help="dmn only: choose its fusion weight with the test labels, as was published."),
     ] = False,
     dtype: Annotated[str, typer.Option("--dtype", help="float32 or float64.")] = "float32",
     device: Device = "cpu",
@@ -62,7 +63,7 @@ def replay(
         typer.Option("--out", "-o", help="Where to write logits [N,C] and pred [N] (.safetensors)."),
     ] = None,
     report: Report = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
+    as_json: Annotated[bool, flag("--json", help="One JSON object on standard output.")] = False,
 ) -> None:
     """Run a method over a feature file; no encoder, no images.
 
@@ -71,10 +72,14 @@ def replay(
     from testtime import oracle as oracles
     from testtime import replay as replays
     from testtime.features import Features
-    from testtime.files import write_tensors
+    from testtime.files import check_place, write_tensors
 
     if oracle and report is not None:
         raise InputError("--report shows what methods do without labels, and --oracle has them: leave out one.")
+    if limit is not None and limit < 1:
+        raise InputError(f"--limit {limit}: at least one image is needed.")
+    check_place(output)
+    check_place(report)
     store = Features(file)
     chosen = replays.recorded_settings(store, method) if recorded else {}
     made = method_of(method, preset, settings, chosen)

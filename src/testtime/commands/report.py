@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from testtime.commands.options import Device, Limit, Seed, Shuffle, pairs
+from testtime.commands.options import Device, Limit, Seed, Shuffle, flag, pairs
 from testtime.devices import find_device
 from testtime.terminal import err, progress
 from testtime.types import InputError
@@ -29,7 +29,7 @@ EXAMPLE = "Example:  testtime report photos.safetensors --methods zeroshot,tda,d
 
 @app.command(epilog=EXAMPLE)
 def report(
-    features: Annotated[Path, typer.Argument(help="A feature file, or a folder of shards.")],
+    features: Annotated[Path, typer.Argument(metavar="FEATURES", help="A feature file, or a folder of shards.")],
     output: Annotated[Path, typer.Option("--out", "-o", help="The page to write.")] = Path("report.html"),
     methods: Annotated[str, typer.Option("--methods", "-m", help="Names with commas between.")] = "zeroshot,tda,dpe",
     settings: Annotated[
@@ -47,13 +47,13 @@ def report(
     snapshots: Annotated[
         str | None, typer.Option("--snapshots", help="Look at the queues after so many images: 300,2000.")
     ] = None,
-    with_map: Annotated[bool, typer.Option("--map/--no-map", help="Draw the queues as a map (scikit-learn).")] = True,
+    with_map: Annotated[bool, flag("--map/--no-map", help="Draw the queues as a map (scikit-learn).")] = True,
     title: Annotated[str, typer.Option("--title", help="Heading of the page.")] = TITLE,
     seed: Seed = 0,
     shuffle: Shuffle = False,
     limit: Limit = None,
     device: Device = "cpu",
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
+    as_json: Annotated[bool, flag("--json", help="One JSON object on standard output.")] = False,
 ) -> None:
     """Write one HTML page about methods run over a feature file: curves, classes, calibration, queues, pictures.
 
@@ -62,11 +62,12 @@ def report(
     import torch
 
     from testtime.features import Features
-    from testtime.files import write_atomic
+    from testtime.files import check_place, write_atomic
     from testtime.report import gather, html
     from testtime.report.conditions import conditions
     from testtime.streams import shuffled
 
+    check_place(output)
     store = Features(features)
     made = _methods(methods, settings)
     varied = _varied(sweep, store, made[-1])
@@ -132,7 +133,7 @@ def _varied(sweep: list[str] | None, store: Features, method: Method) -> dict[st
     from testtime import registry
 
     varied: dict[str, list[object]] = {}
-    for key, values in pairs(sweep).items():
+    for key, values in pairs(sweep, "--sweep", "alpha=2,4,6").items():
         varied[key] = [registry.read_setting(type(method), key, value.strip()) for value in str(values).split(",")]
     if len(varied) > 2:
         raise InputError(f"--sweep {', '.join(varied)}: one setting makes a line, two a heat map; leave out the rest.")

@@ -41,6 +41,8 @@ def open_dataset(what: str | Path, *, root: str | Path | None = None, part: str 
     What is missing or odd, and does not stop the stream, is said in `notes`.
     """
     text = os.path.expanduser(what)
+    if not str(what).strip():
+        raise InputError(f"No images given: an empty name. A dataset is {WAYS}.")
     if root is not None:
         row = benchmark(str(what))
         place = locate(row, Path(os.path.expanduser(root)), given=True)

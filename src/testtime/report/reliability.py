@@ -70,7 +70,7 @@ def figure(report: StreamReport, slots: Mapping[str, int]) -> str:
         mean = sum(confidences) / len(confidences)
         rows.append(
             f'<tr><th scope="row"><span class="name {style}">{safe(answers.name)}</span></th>'
-            f"<td>{mean:.1%}</td><td>{sum(correct) / len(correct):.1%}</td><td>{100 * error:.1f}</td>"
+            f'<td>{mean:.1%}</td><td class="wide">{sum(correct) / len(correct):.1%}</td><td>{100 * error:.1f}</td>'
             f"{brier}<td>{100 * macro_f1(predictions, labels):.1f}</td></tr>"
         )
         numbers += [
@@ -84,7 +84,9 @@ def figure(report: StreamReport, slots: Mapping[str, int]) -> str:
             if b.images
         ]
     scores = ["Mean confidence", "Accuracy", "ECE, points", *(["Brier"] if with_brier else []), "Macro-F1"]
-    head = "".join(f'<th scope="col">{name}</th>' for name in ("Method", *scores))
+    # on a phone there is no room for all, and accuracies stand elsewhere too
+    places = {"Accuracy": ' class="wide"'}
+    head = "".join(f'<th scope="col"{places.get(name, "")}>{name}</th>' for name in ("Method", *scores))
     return (
         "<h3>Whether confidence can be trusted</h3>"
         f"<p>Answers in {BINS} bins by their confidence. A bar is the share that was right, the line across it their "
