@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import copy
+import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tolerances import assert_close
 
 import testtime as tt
 from testtime import fast
-from testtime.fast import blas, dpe, kernels
+from testtime.fast import blas, dpe, kernels, loops
 from testtime.methods.base import leaves
 from testtime.methods.dpe import DPE
 
@@ -169,3 +174,34 @@ def test_an_image_that_is_nearly_certain_leaves_no_number_of_fewer_digits() -> N
     for side in (runner.runs[0].run.text, runner.runs[0].run.visual):
         for numbers in side:
             assert not ((abs(numbers) > 0) & (abs(numbers) < torch.finfo(torch.float32).tiny)).any()
+
+
+@loops.compiled
+def logs(numbers, out) -> None:
+    for place in range(len(numbers)):
+        out[place] = loops.log(numbers[place])
+
+
+@pytest.mark.parametrize("real", [np.float32, np.float64])
+def test_logarithms_are_right_to_the_last_two_digits(real) -> None:
+    noise = np.random.default_rng(1)
+    chances, powers = noise.random(10_000), 10.0 ** noise.uniform(-37, 37, 10_000)
+    numbers = np.concatenate([chances, powers, [0.5, 2.0, 1 - 1e-4, 1 + 1e-4]]).astype(real)
+    out = np.empty_like(numbers)
+    logs(numbers, out)
+    expected = np.log(numbers.astype(np.longdouble))
+    assert (abs(out - expected) <= 2 * np.finfo(real).eps * abs(expected)).all()
+    logs(np.array([0.0, 1.0], real), out)
+    assert math.isfinite(out[0]) and out[1] == 0  # nothing times the first is nothing
+
+
+def test_loops_leave_torch_as_many_threads_as_it_has() -> None:
+    code = """
+import torch, testtime as tt
+task, stream, _ = tt.toy()
+tt.Session(task, "dpe").scan(stream)
+print(torch.get_num_threads())
+"""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["1"]

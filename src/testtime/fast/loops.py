@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import Any
 
 import numpy as np
+import torch
 from numba import config, get_num_threads, njit, set_num_threads, types
 from numba.extending import overload
 from numpy.typing import NDArray
@@ -30,6 +31,11 @@ ELSE = ("comprehension", "fusion", "inplace_binop", "numpy", "reduction", "setit
 spread = njit(**OPTIONS, fastmath=LOOSE, parallel={"prange": True} | dict.fromkeys(ELSE, False))
 
 BLOCK = 16  # rows that a thread works off at a time
+
+# numba's threads start here, because they tell OpenMP how many there are, and that is torch's number too
+_torch_threads = torch.get_num_threads()
+get_num_threads()
+torch.set_num_threads(_torch_threads)
 
 try:
     import_module("numba.np.ufunc.omppool")  # OpenMP's threads may be asked for by several at once
