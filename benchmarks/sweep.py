@@ -4,10 +4,10 @@
 
 Cached features of one view, from a toy stream (D = 512) or, with `--stream demo`, of the packaged photographs. Single
 runs are made in two ways: as commands, `testtime replay` with the setting's numbers on a stored stream, each of which
-starts Python and reads the features; and as Sessions in this process. Half of them are made before the sweep and half
-after it, since a shared machine drifts; their time is that of `--singles` of them, spread over the grid, times settings
-over singles. With one thread all agree bit for bit; with more, the sweep gives a core to each group of settings where a
-single run gives two to a product, and they agree up to rounding.
+starts Python and reads the features; and as Sessions in this process. `--singles` of them are made, spread over the
+grid, and the sweep is made `--repeats` times in between, since a shared machine drifts; times are medians. With one
+thread, and on a GPU, all agree bit for bit; on more cores the sweep gives one to each group of settings where a single
+run gives two to a product, and they agree up to rounding.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -31,6 +32,7 @@ from testtime.features import save_features
 from testtime.methods.dpe import DPE
 from testtime.types import Task
 
+SHARD = 256  # images that come at a time, as from a feature store
 TESTTIME = sys.executable, "-c", "from testtime.cli import main; main()"
 
 
@@ -57,6 +59,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--settings", type=int, default=64)
     parser.add_argument("--singles", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--classes", type=int, default=100)
     parser.add_argument("--images", type=int, default=1000)
     parser.add_argument("--stream", choices=("toy", "demo"), default="toy")
@@ -77,18 +80,19 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         store = save(task, stream, Path(folder)) if task.text.is_cpu else None
         alone: dict[int, Tensor] = {}
-        single = command = 0.0
-        for turn in range(2):
-            for place in chosen[turn::2]:
+        singles, commands, sweeps = [], [], []
+        for turn in range(options.repeats):
+            for place in chosen[turn :: options.repeats]:
                 start = time.perf_counter()
                 alone[place] = tt.Session(task, methods[place]).scan(stream).cpu()
-                single += (time.perf_counter() - start) / len(chosen)
+                singles.append(time.perf_counter() - start)
                 if store is not None:
-                    command += replayed(store, methods[place]) / len(chosen)
-            if turn == 0:
-                start = time.perf_counter()
-                together = [logits.cpu() for logits in tt.sweep(task, methods, stream.split(64))]
-                swept = time.perf_counter() - start
+                    commands.append(replayed(store, methods[place]))
+            start = time.perf_counter()
+            together = [logits.cpu() for logits in tt.sweep(task, methods, stream.split(SHARD))]
+            sweeps.append(time.perf_counter() - start)
+    single, swept = statistics.median(singles), statistics.median(sweeps)
+    command = statistics.median(commands) if commands else 0.0
 
     apart = max(float((logits - together[place]).abs().max()) for place, logits in alone.items())
     alike = sum(int((logits.argmax(1) == together[place].argmax(1)).sum()) for place, logits in alone.items())
@@ -115,8 +119,8 @@ def main() -> None:
     print(
         f"{len(methods)} settings, {options.stream}, C={task.classes}, D={task.dim}, N={len(stream)}, "
         f"{facts['device']}, {torch.get_num_threads()} threads, torch {torch.__version__}\n"
-        f"one pass: {swept:.1f} s\n"
-        f"one by one in this process: {single * len(methods):.1f} s ({len(chosen)} runs of {single:.2f} s): "
+        f"one pass: {swept:.2f} s (of {len(sweeps)}, {min(sweeps):.2f} to {max(sweeps):.2f})\n"
+        f"one by one in this process: {single * len(methods):.1f} s ({len(chosen)} runs of {single:.3f} s): "
         f"ratio {facts['ratio_to_single_runs']:.2f}, {facts['ratio_to_one_run']:.2f} times one run"
     )
     if store is not None:

@@ -50,10 +50,11 @@ TILES: dict[str, dict[str, int]] = {
 # what is otherwise with few classes
 SMALL: dict[str, dict[str, int]] = {
     "view_logits": {"CLASSES": 32},
+    "choose": {"num_warps": 2},
     "rows": {"CELLS": 512, "num_warps": 1},
     "similarity": {"SPLIT": 1},
     "misplace": {"ROWS": 8},
-    "pull": {"ROWS": 64, "SPLIT": 1, "num_warps": 4},
+    "pull": {"ROWS": 64, "SPLIT": 1, "num_warps": 4, "num_stages": 2},
 }
 
 

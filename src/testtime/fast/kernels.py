@@ -15,7 +15,6 @@ from numba import prange
 
 from testtime.fast.blas import across, product, product_of_transposed
 from testtime.fast.loops import (
-    BLOCK,
     Array,
     compiled,
     dot,
@@ -125,9 +124,10 @@ def _spread(
     number: Any,
     row: Array,
 ) -> None:
-    for block in prange((total + BLOCK - 1) // BLOCK):  # what it is given may be a tuple of arrays, but not of tuples
-        stop = min(total, (block + 1) * BLOCK)
-        _some(phase, block * BLOCK, stop, text, visual, height, seen, room, settings, number, row)
+    threads = settings.threads
+    for piece in prange(threads):  # what it is given may be a tuple of arrays, but not of tuples
+        start, stop = total * piece // threads, total * (piece + 1) // threads
+        _some(phase, start, stop, text, visual, height, seen, room, settings, number, row)
 
 
 @compiled

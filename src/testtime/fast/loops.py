@@ -30,8 +30,6 @@ compiled = njit(**OPTIONS, fastmath=LOOSE)
 ELSE = ("comprehension", "fusion", "inplace_binop", "numpy", "reduction", "setitem", "stencil")
 spread = njit(**OPTIONS, fastmath=LOOSE, parallel={"prange": True} | dict.fromkeys(ELSE, False))
 
-BLOCK = 16  # rows that a thread works off at a time
-
 # numba's threads start here, because they tell OpenMP how many there are, and that is torch's number too
 _torch_threads = torch.get_num_threads()
 get_num_threads()
