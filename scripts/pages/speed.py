@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from testtime.bench.systems import SYSTEMS
 
@@ -49,15 +50,20 @@ def cpu() -> str:
     lines = [f"| ms a step, D = {rows[0]['dim']}, {rows[0]['views']} views | {' | '.join(sizes)} |", "|---|---:|---:|"]
     lines += [f"| {name} | {' | '.join(f'{row[name]:.2f}' for row in rows)} |" for name in names]
     told = json.loads((RESULTS / "sweep-cpu.json").read_text())
-    lines += [
-        "",
-        f"{told['settings']} settings over {told['images']} images of {told['classes']} classes, {told['threads']} "
-        f"threads: {told['sweep_seconds']:.1f} s in one pass; {told['settings'] * told['one_run_seconds']:.1f} s one "
-        f"by one in one process; {told['settings'] * told['one_command_seconds']:.0f} s as so many commands. Logits "
-        f"differ by {told['largest_difference']:.0e} at most, predictions in "
-        f"{100 - 100 * told['predictions_alike']:.2f} %.",
-    ]
+    commands = f"; {told['settings'] * told['one_command_seconds']:.0f} s as so many commands"
+    lines += ["", _swept(told, f"{told['threads']} threads", commands)]
     return "\n".join(lines) + "\n"
+
+
+def _swept(told: dict[str, Any], where: str, besides: str) -> str:
+    """What a sweep took beside the same settings one by one."""
+    return (
+        f"{told['settings']} settings over {told['images']} images of {told['classes']} classes, {where}: "
+        f"{told['sweep_seconds']:.2f} s in one pass; {told['one_run_seconds']:.3f} s one of them alone, so "
+        f"{told['settings'] * told['one_run_seconds']:.1f} s one by one in one process{besides}. Logits "
+        f"differ by {told['largest_difference']:.0e} at most, predictions in "
+        f"{100 - 100 * told['predictions_alike']:.2f} %."
+    )
 
 
 def gpu() -> str:
@@ -84,4 +90,6 @@ def gpu() -> str:
                 if isinstance(value, float) and not any(word in what for word in SKIPPED)
             ]
             lines.append("")
+    told = json.loads((RESULTS / "sweep-h200.json").read_text())
+    lines += [_swept(told, f"one {told['device']}", ""), ""]
     return "\n".join(lines)

@@ -327,7 +327,7 @@ def confident(views: Array, length: Array, run: Run, room: Room, settings: Setti
     for c in range(len(length)):
         room.factor[c] = settings.scale / length[c]
     rows(SPIKES, len(views), run, room, settings, settings.scale, logit)
-    part, zero = logit.dtype.type(1 / settings.keep), logit.dtype.type(0)
+    part = logit.dtype.type(1 / settings.keep)
     feature[:], logit[:], votes[:] = 0, 0, 0
     for _ in range(settings.keep):
         best = 0
@@ -341,10 +341,11 @@ def confident(views: Array, length: Array, run: Run, room: Room, settings: Setti
             votes[c] += exp(row[c] - top) * vote
         for d in range(len(view)):
             feature[d] += view[d] * part
-    entropy = zero
+    total, weighted = 0.0, 0.0  # what they miss of 1 by rounding would be as large as a small entropy
     for c in range(len(votes)):
-        entropy -= votes[c] * log(votes[c])
-    return entropy
+        total += votes[c]
+        weighted += votes[c] * log(votes[c])
+    return math.log(total) - weighted / total
 
 
 @compiled
