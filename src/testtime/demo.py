@@ -117,6 +117,10 @@ def _watch(title: str, task: Task, views: Tensor, labels: Tensor, *, console: Co
     runners = [Runner(Session(task, name)) for name in METHODS]
     heading = f"{title}: {len(views)} photographs"
     with Live(console=console, refresh_per_second=10, auto_refresh=False) as live:
+        if console.is_terminal:
+            live.update(_table(heading, runners), refresh=True)
+        for name in METHODS:  # what is loaded and compiled once is no image's cost
+            Session(task, name).scan(views[:1])
         for start in range(0, len(views), CHUNK):
             for runner in runners:
                 runner.advance(views[start : start + CHUNK], labels[start : start + CHUNK])
@@ -140,7 +144,7 @@ def _table(heading: str, runners: Sequence[Runner]) -> Table:
             str(seen),
             f"{100 * runner.accuracy:.1f}%",
             "" if runner is base else f"[{'green' if gain > 0 else 'red'}]{gain:+.1f}[/]",
-            f"{1000 * runner.seconds / seen:.2f}",
+            f"{1000 * runner.seconds / max(1, seen):.2f}",
         )
     return table
 
