@@ -1,8 +1,9 @@
 """One step of DPE's fast twin as compiled loops: arrays in, arrays filled. C classes, D features, V views, M slots.
 
 Memory is touched as seldom as can be: prototypes are kept at their own length, directions are made where they are
-needed, and a nudged prototype is not stored but made again where it is asked for. Each row is worked off by one thread
-in one order, so the numbers of a loop do not depend on how many threads there are.
+needed, and a nudged prototype is used for all that it is good for while it is in the cache. A thread has the same rows
+in every loop and product, and finds them there. Each row is worked off by one thread in one order, so the numbers of a
+loop do not depend on how many threads there are.
 """
 
 from __future__ import annotations
