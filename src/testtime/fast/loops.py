@@ -60,6 +60,20 @@ def owned(tensor: Tensor) -> Array:
     return tensor.detach().contiguous().numpy().copy()
 
 
+def _layout(kind: Any) -> tuple[bool, Any, Any, Any]:
+    """Of a kind of number: whether it is single, its type, that of whole numbers as long, how many digits it has."""
+    single = kind == types.float32
+    real, whole = (np.float32, np.int32) if single else (np.float64, np.int64)
+    return single, real, whole, whole(23 if single else 52)
+
+
+def _ln2(real: Any) -> tuple[Any, Any]:
+    """ln 2 in two parts, the first of so few digits that a whole number times it is exact."""
+    single = real is np.float32
+    high = 0.693359375 if single else 0.693145751953125
+    return real(high), real(-2.12194440054690583e-4 if single else 1.42860682030941723212e-6)
+
+
 def exp(x: float) -> float:
     """e to the power of x <= 80, to the last two digits; 0 where that is far below rounding beside 1.
 
@@ -72,14 +86,10 @@ def exp(x: float) -> float:
 @overload(exp, jit_options={"fastmath": {"contract"}, "error_model": "numpy"})
 def _exp(x: Any) -> Any:
     # 2**n times a polynomial in what is left
-    single = x == types.float32
-    real: Any = np.float32 if single else np.float64
-    whole: Any = np.int32 if single else np.int64
+    single, real, whole, digits = _layout(x)
+    high, low = _ln2(real)
     lowest = real(-64.0 if single else -600.0)
-    # ln 2 in two parts, the first of so few digits that n times it is exact
-    high = real(0.693359375 if single else 0.693145751953125)
-    low = real(-2.12194440054690583e-4 if single else 1.42860682030941723212e-6)
-    bias, digits = (whole(127), whole(23)) if single else (whole(1023), whole(52))
+    bias = whole(127 if single else 1023)
     per_two = real(1 / math.log(2))
     series = tuple(real(1 / math.factorial(k)) for k in range(7 if single else 13, -1, -1))
 
@@ -106,14 +116,10 @@ def log(x: float) -> float:
 @overload(log, jit_options={"fastmath": {"contract"}, "error_model": "numpy"})
 def _log(x: Any) -> Any:
     # x = m 2**n with m between the roots of 1/2 and 2; log m = 2 atanh s with s = (m - 1) / (m + 1)
-    single = x == types.float32
-    real: Any = np.float32 if single else np.float64
-    whole: Any = np.int32 if single else np.int64
-    digits = whole(23 if single else 52)
+    single, real, whole, digits = _layout(x)
+    high, low = _ln2(real)
     middle = np.array(math.sqrt(0.5), real).view(whole)[()]
     series = tuple(real(2 / k) for k in range(11 if single else 23, 0, -2))
-    high = real(0.693359375 if single else 0.693145751953125)
-    low = real(-2.12194440054690583e-4 if single else 1.42860682030941723212e-6)
 
     def of(x: Any) -> Any:
         bits = real(x).view(whole)
@@ -136,9 +142,7 @@ def largest(row: Array) -> Any:
 @overload(largest)
 def _largest(row: Any) -> Any:
     # as integers of the same order: of them a loop becomes vector instructions, of floats it does not
-    single = row.dtype == types.float32
-    real: Any = np.float32 if single else np.float64
-    whole: Any = np.int32 if single else np.int64
+    single, real, whole, _ = _layout(row.dtype)
     sign, rest = (whole(31), whole(2**31 - 1)) if single else (whole(63), whole(2**63 - 1))
 
     def of(row: Any) -> Any:
