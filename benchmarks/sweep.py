@@ -20,8 +20,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,6 +35,7 @@ from testtime.methods.dpe import DPE
 from testtime.types import Task
 
 SHARD = 256  # images that come at a time, as from a feature store
+T = TypeVar("T")
 TESTTIME = sys.executable, "-c", "from testtime.cli import main; main()"
 
 
@@ -55,6 +58,15 @@ def replayed(store: Path, method: DPE) -> float:
     return time.perf_counter() - start
 
 
+def timed(work: Callable[..., T], *arguments: Any) -> tuple[float, T]:
+    """Seconds until all that some work asks for is there, and what it gives."""
+    start = time.perf_counter()
+    found = work(*arguments)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start, found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--settings", type=int, default=64)
@@ -64,6 +76,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=1000)
     parser.add_argument("--stream", choices=("toy", "demo"), default="toy")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--commands", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if options.stream == "demo":
@@ -75,22 +88,25 @@ def main() -> None:
     methods = grid(options.settings)
     chosen = list(range(0, len(methods), max(1, len(methods) // options.singles)))
 
-    tt.sweep(task, methods, [stream[:40]])  # what is compiled or captured once is not counted
-    tt.Session(task, methods[0]).scan(stream[:40])
+    def run(place: int) -> Tensor:
+        return tt.Session(task, methods[place]).scan(stream)
+
+    def sweep() -> list[Tensor]:
+        return tt.sweep(task, methods, stream.split(SHARD))
+
+    run(0), sweep()  # what is compiled once is not counted; what is captured for every new setting is
     with tempfile.TemporaryDirectory() as folder:
-        store = save(task, stream, Path(folder)) if task.text.is_cpu else None
+        store = save(task, stream, Path(folder)) if task.text.is_cpu and options.commands else None
         alone: dict[int, Tensor] = {}
         singles, commands, sweeps = [], [], []
         for turn in range(options.repeats):
             for place in chosen[turn :: options.repeats]:
-                start = time.perf_counter()
-                alone[place] = tt.Session(task, methods[place]).scan(stream).cpu()
-                singles.append(time.perf_counter() - start)
+                seconds, alone[place] = timed(run, place)
+                singles.append(seconds)
                 if store is not None:
                     commands.append(replayed(store, methods[place]))
-            start = time.perf_counter()
-            together = [logits.cpu() for logits in tt.sweep(task, methods, stream.split(SHARD))]
-            sweeps.append(time.perf_counter() - start)
+            seconds, together = timed(sweep)
+            sweeps.append(seconds)
     single, swept = statistics.median(singles), statistics.median(sweeps)
     command = statistics.median(commands) if commands else 0.0
 

@@ -146,16 +146,33 @@ def test_without_numba_the_method_s_own_steps_do_the_work(monkeypatch) -> None:
     assert len(tt.Session(task, DPE()).scan(stream)) == len(stream)
 
 
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
 def test_more_threads_change_no_number(monkeypatch) -> None:
     task, stream, _ = toy(torch.float32, views=12)
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)  # products are spread by torch, as they are either way
-        alone = dpe.Runner(task, [DPE()]).scan(stream)
-        monkeypatch.setattr(dpe, "LARGE", 0)
-        assert torch.equal(dpe.Runner(task, [DPE()]).scan(stream), alone)
-    finally:
-        torch.set_num_threads(before)
+    alone = dpe.Runner(task, [DPE()]).scan(stream)
+    monkeypatch.setattr(dpe, "LARGE", 0)
+    assert torch.equal(dpe.Runner(task, [DPE()]).scan(stream), alone)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_small_runs_keep_to_a_thread_and_give_what_a_sweep_gives(monkeypatch) -> None:
+    task, stream, _ = tt.toy(classes=60, dim=512, images=250, views=1)  # long enough for rounding to show
+    grid = [DPE(), DPE(alpha=1.0), DPE(beta=2.0)]
+    alone = [tt.Session(task, method).scan(stream) for method in grid]
+    for logits, row in zip(alone, tt.sweep(task, grid, stream.split(100)), strict=True):
+        assert torch.equal(logits, row)
+    torch.set_num_threads(1)
+    assert torch.equal(tt.Session(task, DPE()).scan(stream), alone[0])
+    monkeypatch.setattr(blas, "SPREADS", False)  # where products cannot be told to
+    assert torch.equal(tt.Session(task, DPE()).scan(stream), alone[0])
 
 
 def test_without_torch_s_products_the_method_s_own_steps_do_the_work(monkeypatch) -> None:

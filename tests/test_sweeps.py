@@ -44,7 +44,8 @@ def test_settings_that_do_not_fit_in_memory_together_run_in_turns(monkeypatch) -
     grid = [DPE(alpha=float(alpha)) for alpha in range(1, 6)]
     expected = tt.sweep(task, grid, [stream])
     monkeypatch.setitem(sweeps.ABREAST, "cpu", 2 * sweeps._size(task, grid[0]))
-    assert [len(group) for group in sweeps._abreast(task, grid)] == [2, 2, 1]
+    for threads, sizes in ((1, [1, 2, 2]), (2, [1, 1, 1, 2]), (16, [1] * 5)):
+        assert [len(group) for group in sweeps._abreast(task, grid, threads)] == sizes
     for one, other in zip(expected, tt.sweep(task, grid, [stream]), strict=True):
         assert torch.equal(one, other)
 

@@ -2,12 +2,13 @@
 
 Where the method has a fast twin, settings that fit together go through the stream by groups: on a CPU a core has a
 group to itself, on a GPU a group shares each launch. The numbers are those of running the settings one by one: bit for
-bit where a run has the kernels of `testtime.fast.fused`, and elsewhere up to rounding, since a single run may use more
-cores for a product.
+bit where a run has the kernels of `testtime.fast.fused` or is small enough to keep to one core (`dpe.LARGE`), and
+elsewhere up to rounding, since a single run uses more cores for a product.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -40,9 +41,10 @@ def sweep(task: Task, methods: Sequence[Method], chunks: Iterable[Tensor]) -> li
         raise InputError("A sweep needs at least one setting.")
     for method in methods:
         method.check(task)
-    runs = [_Runs(task, methods, places) for places in _abreast(task, methods)]
+    threads = torch.get_num_threads() if task.text.is_cpu else 1
+    runs = [_Runs(task, methods, places) for places in _abreast(task, methods, threads)]
     parts: list[list[Tensor]] = [[] for _ in runs]
-    count, threads = 0, torch.get_num_threads() if task.text.is_cpu else 1
+    count = 0
     # a core to each group of runs is better used than many cores to each small product
     with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         for chunk in chunks:
@@ -87,15 +89,19 @@ class _Runs:
         return self.graph.run(views).transpose(0, 1)
 
 
-def _abreast(task: Task, methods: Sequence[Method]) -> list[list[int]]:
-    """Which methods, by place, run side by side: those that a fast twin takes together, as many as memory allows."""
+def _abreast(task: Task, methods: Sequence[Method], threads: int) -> list[list[int]]:
+    """Which methods, by place, run side by side: those that a fast twin takes together, as many as memory allows.
+
+    Groups of methods that fit together are about equal, and as many for each thread.
+    """
     places: dict[object, list[int]] = {}
     for place, method in enumerate(methods):
         places.setdefault(fast.shape(task, method), []).append(place)
     groups = []
     for alike in places.values():
-        most = max(1, ABREAST[task.text.device.type] // max(1, _size(task, methods[alike[0]])))
-        groups += [alike[start : start + most] for start in range(0, len(alike), most)]
+        total, most = len(alike), max(1, ABREAST[task.text.device.type] // max(1, _size(task, methods[alike[0]])))
+        count = min(total, math.ceil(total / most / threads) * threads)
+        groups += [alike[total * k // count : total * (k + 1) // count] for k in range(count)]
     return groups
 
 

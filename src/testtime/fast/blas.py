@@ -7,7 +7,9 @@ has been given: threads of two kinds in turns would wait for one another busily,
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +28,31 @@ OWN_THREADS = "MKL_Set_Num_Threads_Local"  # how many the library takes for call
 def reach(folder: Path, names: tuple[str, ...]) -> bool:
     """Give compiled loops functions of the torch in a folder; whether they are there to call."""
     try:
-        library = ctypes.CDLL(str(next(folder.glob("lib/*torch_cpu.*"))))
+        library = _library(folder)
         for name in names:
             place = ctypes.cast(getattr(library, name), ctypes.c_void_p).value
             llvmlite.binding.add_symbol(f"testtime_{name}", place)
     except (OSError, AttributeError, StopIteration):
         return False
     return True
+
+
+def _library(folder: Path) -> ctypes.CDLL:
+    return ctypes.CDLL(str(next(folder.glob("lib/*torch_cpu.*"))))
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """While inside, products that are not spread keep to the calling thread, where they can be told to."""
+    if not SPREADS:
+        yield
+        return
+    own_threads = getattr(_library(_TORCH), OWN_THREADS)
+    before = own_threads(1)
+    try:
+        yield
+    finally:
+        own_threads(before)
 
 
 _TORCH = Path(torch.__file__).parent

@@ -26,7 +26,9 @@ from testtime.fast.loops import Array, owned
 from testtime.methods.dpe import DPE, State
 from testtime.types import Task
 
-LARGE = 2**17  # numbers in a set of prototypes from which a second thread is worth it outside products
+# Numbers in a set of prototypes from which a run uses all threads. Below, a step is so short that threads would gain
+# little by sharing it, and lose all of that and more on a busy machine: whoever is ready first waits for the others.
+LARGE = 2**17
 
 
 class Runner(fast.Runner):
@@ -93,6 +95,7 @@ class Run:
         self.run = kernels.Run(
             text=_side(state.text, aligned, self.settings.evolves),
             visual=_side(state.visual, aligned, False),
+            columns=owned(state.visual.T if aligned else state.visual[:0, :0]),
             keys=owned(state.queue.keys),
             cost=owned(state.queue.cost),
             height=numbers["alpha"] * seen,
@@ -135,7 +138,8 @@ class Run:
             with loops.threads(threads):
                 kernels.scan(stream, self.run, self.room, settings, logits, learned)
         else:
-            kernels.scan(stream, self.run, self.room, self.settings, logits, learned)
+            with blas.one_thread():
+                kernels.scan(stream, self.run, self.room, self.settings, logits, learned)
         if (self.run.updates[0] - updates) % 2:
             self.run = self.run._replace(text=kernels.evolved.py_func(self.run.text))
         self.whole = True

@@ -103,12 +103,15 @@ class Runner:
             self.task = replace(task, text=task.text.clone(), context=None)
             self._state = _copied(method.init(self.task))
             self._views = self.task.text[:1].expand(steps, views, task.dim).clone()
-            answer = method.step(self.task, _copied(self._state), self._views[0])[0]  # (C,), or what it has for one
-            self._logits = answer.new_zeros(steps, *answer.shape)
             self._fused: fused.Fused | None = None
             runs: Any = method.methods if isinstance(method, abreast.Abreast) else (method,)
             if (on_gpu if kernels is None else kernels) and fused.fits(runs, task, views):
+                answer = (len(runs), task.classes) if isinstance(method, abreast.Abreast) else (task.classes,)
+                self._logits = self.task.text.new_zeros(steps, *answer)
                 self._try_fused(runs, views)
+            if self._fused is None:  # (C,), or what it has for one
+                example = method.step(self.task, _copied(self._state), self._views[0])[0]
+                self._logits = example.new_zeros(steps, *example.shape)
         self._step: Callable[..., Tensor] = compiled(_step) if self._compile else _step
 
     @property

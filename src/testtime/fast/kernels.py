@@ -21,7 +21,6 @@ from testtime.fast.loops import (
     dot,
     exp,
     filled,
-    largest,
     length_of,
     log,
     push,
@@ -47,6 +46,7 @@ class Run(NamedTuple):
 
     text: Side
     visual: Side
+    columns: Array  # (D, C), the visual prototypes as columns; (0, 0) without alignment
     keys: Array  # (C, M, D)
     cost: Array  # (C, M)
     height: Array  # (C,), alpha where a class is seen
@@ -68,7 +68,7 @@ class Room(NamedTuple):
     feature: Array  # (D,)
     probe: Array  # (D,), what is predicted
     length: Array  # (C,), of `moved`
-    similarity: Array  # (C, C), or (0, 0) without alignment
+    similarity: Array  # (C, C) of text and visual prototypes, or (0, 0) without alignment
     moved: Array  # (C, D), nudged text prototypes; (0, D) where views are not chosen again
     share: Array  # (1,), of the way towards the nudged ones that text prototypes go
 
@@ -97,6 +97,7 @@ class Settings(NamedTuple):
     renormalise: bool
 
 
+LOWEST = -1e30  # stands for minus infinity
 NOTHING = 1e-30  # a slope below it moves no prototype, and numbers with fewer digits slow loops down twentyfold
 
 # what can be done for some rows without the others
@@ -179,30 +180,44 @@ def _near(start: int, stop: int, visual: Side, room: Room) -> None:
 
 @compiled
 def _repel(start: int, stop: int, visual: Side, seen: Array, room: Room, settings: Settings) -> None:
-    """Turn products of visual with text prototypes into how much each pair repels, over both lengths.
+    """Turn products of text with visual prototypes into how much each pair repels, over both lengths.
 
-    That is the softmax of the cosines over the temperature, over the seen classes, less the identity. `factor` is one
-    over the text prototypes' lengths.
+    That is the softmax of the cosines over the temperature, down some columns and over the seen classes, less the
+    identity. `factor` is one over the text prototypes' lengths.
     """
-    over, length = room.factor, visual.length
-    one, lowest = over.dtype.type(1), over.dtype.type(-1e30)
-    for i in range(start, stop):
-        row, steep = room.similarity[i], settings.sharpness / length[i]
-        if not seen[i]:
-            row[:] = 0
-            continue
-        for j in range(len(row)):
-            row[j] = row[j] * (steep * over[j]) if seen[j] else lowest
-        top, others = largest(row), over.dtype.type(0)
-        own = exp(row[i] - top)
-        row[i] = lowest
-        for j in range(len(row)):
-            row[j] = exp(row[j] - top)
-            others += row[j]
-        row[i] = -others  # one's own chance less 1, to the last digit even where it is nearly 1
-        share = one / ((own + others) * length[i])
-        for j in range(len(row)):
-            row[j] *= share * over[j]
+    pairs, over, length = room.similarity, room.factor, visual.length[start:stop]
+    known, width, one, zero = seen[start:stop], stop - start, over.dtype.type(1), over.dtype.type(0)
+    top, steep, own, others = np.empty((4, width), over.dtype)
+    top[:], others[:] = LOWEST, 0
+    for i in range(width):
+        steep[i] = settings.sharpness / length[i] if known[i] else zero
+    # along the rows, each loop so small that it becomes vector instructions
+    for j in range(len(pairs)):
+        if seen[j]:
+            row = pairs[j, start:stop]
+            for i in range(width):
+                row[i] *= steep[i] * over[j]
+            for i in range(width):
+                top[i] = max(top[i], row[i])
+    for i in range(width):
+        if known[i]:
+            own[i], pairs[start + i, start + i] = exp(pairs[start + i, start + i] - top[i]), LOWEST
+    for j in range(len(pairs)):
+        if seen[j]:
+            row = pairs[j, start:stop]
+            for i in range(width):
+                row[i] = exp(row[i] - top[i])
+            for i in range(width):
+                others[i] += row[i]
+    for i in range(width):
+        if known[i]:
+            # one's own chance less 1, to the last digit even where it is nearly 1
+            pairs[start + i, start + i] = -others[i]
+            steep[i] = one / ((own[i] + others[i]) * length[i])
+    for j in range(len(pairs)):
+        row, share = pairs[j, start:stop], over[j] if seen[j] else zero
+        for i in range(width):
+            row[i] *= steep[i] * share
 
 
 @compiled
@@ -364,6 +379,8 @@ def enqueue(label: int, price: Any, run: Run, feature: Array) -> bool:
         for m in range(count):
             total += row[m, d]
         mean[d] = total / count
+    for d in range(len(run.columns)):
+        run.columns[d, label] = mean[d]
     run.visual.length[label] = length_of(mean)
     return True
 
@@ -418,12 +435,12 @@ def meet(views: Array, run: Run, room: Room, settings: Settings) -> tuple[bool, 
 def align(run: Run, room: Room, settings: Settings) -> None:
     """Compute the pull of the alignment anew: three products of C x C x D."""
     text, visual, similarity = run.text, run.visual, room.similarity
-    across(visual.vectors, text.vectors, similarity, settings.shared_by)
+    product(text.vectors, run.columns, similarity, settings.shared_by)
     for c in range(len(room.factor)):
         room.factor[c] = similarity.dtype.type(1) / text.length[c]
     rows(REPEL, len(similarity), run, room, settings, settings.sharpness, room.factor)
-    product_of_transposed(similarity, visual.vectors, text.pull, settings.shared_by)
-    product(similarity, text.vectors, visual.pull, settings.shared_by)
+    product(similarity, visual.vectors, text.pull, settings.shared_by)
+    product_of_transposed(similarity, text.vectors, visual.pull, settings.shared_by)
     run.stale[0] = False
 
 
@@ -472,5 +489,5 @@ def scan(stream: Array, run: Run, room: Room, settings: Settings, logits: Array,
             run.updates[0] += 1
             run.stale[0] = True
             text = evolved(run.text)
-            run = Run(text, run.visual, run.keys, run.cost, run.height, run.seen, run.updates, run.stale)
+            run = Run(text, run.visual, run.columns, run.keys, run.cost, run.height, run.seen, run.updates, run.stale)
         learned[n] = taken or evolves
