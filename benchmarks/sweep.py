@@ -4,10 +4,10 @@
 
 Cached features of one view, from a toy stream (D = 512) or, with `--stream demo`, of the packaged photographs. Single
 runs are made in two ways: as commands, `testtime replay` with the setting's numbers on a stored stream, each of which
-starts Python and reads the features; and as Sessions in this process. `--singles` of them are made, spread over the
-grid, and the sweep is made `--repeats` times in between, since a shared machine drifts; times are medians. With one
-thread, and on a GPU, all agree bit for bit; on more cores the sweep gives one to each group of settings where a single
-run gives two to a product, and they agree up to rounding.
+starts Python and reads the features (`--no-commands` leaves them out); and as Sessions in this process. `--singles` of
+them are made, spread over the grid, and the sweep is made `--repeats` times in between, since a shared machine drifts;
+times are medians. With one thread, on a GPU, and where steps are so small that a run keeps to one core, all agree bit
+for bit; elsewhere a single run gives several cores to a product, and they agree up to rounding.
 """
 
 from __future__ import annotations

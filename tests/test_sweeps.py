@@ -44,10 +44,21 @@ def test_settings_that_do_not_fit_in_memory_together_run_in_turns(monkeypatch) -
     grid = [DPE(alpha=float(alpha)) for alpha in range(1, 6)]
     expected = tt.sweep(task, grid, [stream])
     monkeypatch.setitem(sweeps.ABREAST, "cpu", 2 * sweeps._size(task, grid[0]))
+    monkeypatch.setattr(sweeps, "TURNS", 1)
     for threads, sizes in ((1, [1, 2, 2]), (2, [1, 1, 1, 2]), (16, [1] * 5)):
         assert [len(group) for group in sweeps._abreast(task, grid, threads)] == sizes
     for one, other in zip(expected, tt.sweep(task, grid, [stream]), strict=True):
         assert torch.equal(one, other)
+
+
+def test_threads_have_many_groups_each_so_that_none_waits_long() -> None:
+    task, _, _ = tt.toy()
+    grid = [DPE(alpha=float(alpha)) for alpha in range(1, 201)]
+    assert len(sweeps._abreast(task, grid, 1)) == 1
+    groups = sweeps._abreast(task, grid, 2)
+    assert len(groups) == 2 * sweeps.TURNS
+    assert sorted(place for group in groups for place in group) == list(range(200))
+    assert {len(group) for group in groups} == {6, 7}
 
 
 def test_on_a_gpu_the_buffers_of_kernels_count_too() -> None:

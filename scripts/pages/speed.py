@@ -60,10 +60,16 @@ def _swept(told: dict[str, Any], where: str, besides: str) -> str:
     return (
         f"{told['settings']} settings over {told['images']} images of {told['classes']} classes, {where}: "
         f"{told['sweep_seconds']:.2f} s in one pass; {told['one_run_seconds']:.3f} s one of them alone, so "
-        f"{told['settings'] * told['one_run_seconds']:.1f} s one by one in one process{besides}. Logits "
-        f"differ by {told['largest_difference']:.0e} at most, predictions in "
-        f"{100 - 100 * told['predictions_alike']:.2f} %."
+        f"{told['settings'] * told['one_run_seconds']:.1f} s one by one in one process{besides}. {_compared(told)}"
     )
+
+
+def _compared(told: dict[str, Any]) -> str:
+    """How the numbers of a sweep differ from those of single runs."""
+    if not told["largest_difference"]:
+        return "Logits are the same bit for bit."
+    wrong = 100 - 100 * told["predictions_alike"]
+    return f"Logits differ by {told['largest_difference']:.0e} at most, predictions in {wrong:.2f} %."
 
 
 def gpu() -> str:
@@ -91,5 +97,15 @@ def gpu() -> str:
             ]
             lines.append("")
     told = json.loads((RESULTS / "sweep-h200.json").read_text())
-    lines += [_swept(told, f"one {told['device']}", ""), ""]
+    lines += [_swept(told, f"one {told['device']}", ""), "", *_by_threads(), ""]
     return "\n".join(lines)
+
+
+def _by_threads() -> list[str]:
+    """The same sweep on the CPU beside that GPU, by threads."""
+    lines = ["| on the CPU beside it, threads | one pass | one by one | |", "|---|---:|---:|---|"]
+    told = [json.loads(path.read_text()) for path in RESULTS.glob("sweep-threads-*.json")]
+    for one in sorted(told, key=lambda one: one["threads"]):
+        alone = one["settings"] * one["one_run_seconds"]
+        lines.append(f"| {one['threads']} | {one['sweep_seconds']:.1f} s | {alone:.1f} s | {_compared(one)} |")
+    return lines

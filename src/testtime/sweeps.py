@@ -2,8 +2,8 @@
 
 Where the method has a fast twin, settings that fit together go through the stream by groups: on a CPU a core has a
 group to itself, on a GPU a group shares each launch. The numbers are those of running the settings one by one: bit for
-bit where a run has the kernels of `testtime.fast.fused` or is small enough to keep to one core (`dpe.LARGE`), and
-elsewhere up to rounding, since a single run uses more cores for a product.
+bit where a run has the kernels of `testtime.fast.fused` or steps so small that it keeps to one core (`fast.dpe.HEAVY`),
+and elsewhere up to rounding, since a single run uses more cores for a product.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from testtime.features import unit_views
 from testtime.methods.base import leaves
 from testtime.types import InputError, Method, Task
 
-# bytes that a group of runs may take
-ABREAST = {"cpu": 2**23, "cuda": 2**32}
+ABREAST = {"cpu": 2**23, "cuda": 2**32}  # bytes that a group of runs may take
+TURNS = 16  # groups for each thread of a CPU, so that none waits long for the last one
 
 
 def sweep(task: Task, methods: Sequence[Method], chunks: Iterable[Tensor]) -> list[Tensor]:
@@ -92,7 +92,7 @@ class _Runs:
 def _abreast(task: Task, methods: Sequence[Method], threads: int) -> list[list[int]]:
     """Which methods, by place, run side by side: those that a fast twin takes together, as many as memory allows.
 
-    Groups of methods that fit together are about equal, and as many for each thread.
+    On a CPU the groups of methods that fit together are about equal, and as many for each of several threads.
     """
     places: dict[object, list[int]] = {}
     for place, method in enumerate(methods):
@@ -100,7 +100,8 @@ def _abreast(task: Task, methods: Sequence[Method], threads: int) -> list[list[i
     groups = []
     for alike in places.values():
         total, most = len(alike), max(1, ABREAST[task.text.device.type] // max(1, _size(task, methods[alike[0]])))
-        count = min(total, math.ceil(total / most / threads) * threads)
+        turns = math.ceil(total / most / threads)
+        count = min(total, threads * (max(turns, TURNS) if threads > 1 else turns))
         groups += [alike[total * k // count : total * (k + 1) // count] for k in range(count)]
     return groups
 

@@ -12,6 +12,7 @@ Nothing here depends on the past except through the state, so a run that is save
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -26,9 +27,10 @@ from testtime.fast.loops import Array, owned
 from testtime.methods.dpe import DPE, State
 from testtime.types import Task
 
-# Numbers in a set of prototypes from which a run uses all threads. Below, a step is so short that threads would gain
-# little by sharing it, and lose all of that and more on a busy machine: whoever is ready first waits for the others.
-LARGE = 2**17
+LARGE = 2**17  # numbers in a set of prototypes from which a second thread is worth it outside products
+# Multiplications of a step from which products have all threads. With fewer, threads would gain little by sharing them,
+# and may lose more than that on a busy machine: whoever is ready first waits for the others, many times a step.
+HEAVY = 2**24
 
 
 class Runner(fast.Runner):
@@ -138,7 +140,8 @@ class Run:
             with loops.threads(threads):
                 kernels.scan(stream, self.run, self.room, settings, logits, learned)
         else:
-            with blas.one_thread():
+            heavy = self.run.text.vectors.size * (views + 3 * len(self.room.similarity)) >= HEAVY
+            with contextlib.nullcontext() if heavy else blas.one_thread():
                 kernels.scan(stream, self.run, self.room, self.settings, logits, learned)
         if (self.run.updates[0] - updates) % 2:
             self.run = self.run._replace(text=kernels.evolved.py_func(self.run.text))
