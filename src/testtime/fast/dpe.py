@@ -97,7 +97,7 @@ class Run:
         self.run = kernels.Run(
             text=_side(state.text, aligned, self.settings.evolves),
             visual=_side(state.visual, aligned, False),
-            columns=owned(state.visual.T if aligned else state.visual[:0, :0]),
+            columns=_columns(state.visual if aligned else state.visual[:0, :0]),
             keys=owned(state.queue.keys),
             cost=owned(state.queue.cost),
             height=numbers["alpha"] * seen,
@@ -117,7 +117,7 @@ class Run:
             feature=np.empty_like(row),
             probe=np.empty_like(row),
             length=np.empty(classes, real),
-            similarity=np.empty((classes, classes) if aligned else (0, 0), real),
+            similarity=loops.aligned(classes if aligned else 0, self.run.columns.shape[1], dtype=real),
             moved=np.empty((classes if method.multi_view_prediction else 0, task.dim), real),
             share=np.empty(1, real),
         )
@@ -163,7 +163,18 @@ def _side(prototypes: Tensor, pulled: bool, evolves: bool) -> Side:
     """A set of prototypes (C, D) of its own, with room for what nudges it and for what it may become."""
     vectors = owned(prototypes)
     length, weight, cosine, evolved_length = np.zeros((4, len(vectors)), vectors.dtype)
-    pull, evolved = (np.empty_like(vectors) if wanted else vectors[:0] for wanted in (pulled, evolves))
+    pull, evolved = (
+        loops.aligned(*vectors.shape, dtype=vectors.dtype) if wanted else vectors[:0] for wanted in (pulled, evolves)
+    )
     side = Side(vectors, length, pull, weight, cosine, evolved, evolved_length)
     kernels.measure(side)
     return side
+
+
+def _columns(prototypes: Tensor) -> Array:
+    """Prototypes (C, D) as the first columns of an array (D, C') in which each row begins a line of the cache."""
+    classes, dim = prototypes.shape
+    line = loops.LINE // prototypes.element_size()
+    columns = loops.aligned(dim, -(-classes // line) * line, dtype=prototypes.numpy().dtype)
+    columns[:, :classes] = prototypes.numpy().T
+    return columns

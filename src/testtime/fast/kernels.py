@@ -1,5 +1,7 @@
 """One step of DPE's fast twin as compiled loops: arrays in, arrays filled. C classes, D features, V views, M slots.
 
+C' is C, rounded up to whole lines of the cache: products are quicker where each row begins with one.
+
 Memory is touched as seldom as can be: prototypes are kept at their own length, directions are made where they are
 needed, and a nudged prototype is used for all that it is good for while it is in the cache. A thread has the same rows
 in every loop and product, and finds them there. Each row is worked off by one thread in one order, so the numbers of a
@@ -46,7 +48,7 @@ class Run(NamedTuple):
 
     text: Side
     visual: Side
-    columns: Array  # (D, C), the visual prototypes as columns; (0, 0) without alignment
+    columns: Array  # (D, C'), the visual prototypes as columns; (0, 0) without alignment
     keys: Array  # (C, M, D)
     cost: Array  # (C, M)
     height: Array  # (C,), alpha where a class is seen
@@ -68,7 +70,7 @@ class Room(NamedTuple):
     feature: Array  # (D,)
     probe: Array  # (D,), what is predicted
     length: Array  # (C,), of `moved`
-    similarity: Array  # (C, C) of text and visual prototypes, or (0, 0) without alignment
+    similarity: Array  # (C, C') of text and visual prototypes, or (0, 0) without alignment
     moved: Array  # (C, D), nudged text prototypes; (0, D) where views are not chosen again
     share: Array  # (1,), of the way towards the nudged ones that text prototypes go
 
@@ -434,11 +436,12 @@ def meet(views: Array, run: Run, room: Room, settings: Settings) -> tuple[bool, 
 @compiled
 def align(run: Run, room: Room, settings: Settings) -> None:
     """Compute the pull of the alignment anew: three products of C x C x D."""
-    text, visual, similarity = run.text, run.visual, room.similarity
-    product(text.vectors, run.columns, similarity, settings.shared_by)
-    for c in range(len(room.factor)):
+    text, visual, classes = run.text, run.visual, len(room.factor)
+    similarity = room.similarity[:, :classes]
+    product(text.vectors, run.columns[:, :classes], similarity, settings.shared_by)
+    for c in range(classes):
         room.factor[c] = similarity.dtype.type(1) / text.length[c]
-    rows(REPEL, len(similarity), run, room, settings, settings.sharpness, room.factor)
+    rows(REPEL, classes, run, room, settings, settings.sharpness, room.factor)
     product(similarity, visual.vectors, text.pull, settings.shared_by)
     product_of_transposed(similarity, text.vectors, visual.pull, settings.shared_by)
     run.stale[0] = False

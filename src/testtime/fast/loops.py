@@ -22,6 +22,8 @@ from torch import Tensor
 
 Array = NDArray[Any]
 
+LINE = 64  # bytes of the cache that come together
+
 OPTIONS: dict[str, Any] = {"cache": True, "nogil": True, "error_model": "numpy"}
 # sums may be taken in any order, for vector instructions; NaN and infinity keep their meaning
 LOOSE = {"reassoc", "contract", "arcp", "nsz"}
@@ -55,9 +57,20 @@ def threads(count: int) -> Iterator[None]:
             set_num_threads(before)
 
 
+def aligned(*shape: int, dtype: Any) -> Array:
+    """An array to fill that begins where a line of the cache does: products of some sizes are half as quick again."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = np.empty(size + LINE, np.uint8)
+    start = -memory.ctypes.data % LINE
+    return memory[start : start + size].view(dtype).reshape(shape)
+
+
 def owned(tensor: Tensor) -> Array:
     """The numbers of a tensor in an array of their own, which may be written to."""
-    return tensor.detach().contiguous().numpy().copy()
+    numbers = tensor.detach().numpy()
+    array = aligned(*numbers.shape, dtype=numbers.dtype)
+    array[...] = numbers
+    return array
 
 
 def _layout(kind: Any) -> tuple[bool, Any, Any, Any]:
