@@ -171,7 +171,7 @@ def test_small_runs_keep_to_a_thread_and_give_what_a_sweep_gives(monkeypatch) ->
         assert torch.equal(logits, row)
     torch.set_num_threads(1)
     assert torch.equal(tt.Session(task, DPE()).scan(stream), alone[0])
-    monkeypatch.setattr(blas, "SPREADS", False)  # where products cannot be told to
+    monkeypatch.setattr(blas, "_tell", None)  # where products cannot be told to
     assert torch.equal(tt.Session(task, DPE()).scan(stream), alone[0])
 
 
@@ -191,6 +191,15 @@ def test_an_image_that_is_nearly_certain_leaves_no_number_of_fewer_digits() -> N
     for side in (runner.runs[0].run.text, runner.runs[0].run.visual):
         for numbers in side:
             assert not ((abs(numbers) > 0) & (abs(numbers) < torch.finfo(torch.float32).tiny)).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_arrays_begin_with_a_line_of_the_cache(dtype) -> None:
+    for shape in ((), (5,), (3, 7), (2, 3, 5)):
+        tensor = torch.randn(shape, dtype=dtype).mT if len(shape) > 1 else torch.randn(shape, dtype=dtype)
+        array = loops.owned(tensor)
+        assert array.ctypes.data % loops.LINE == 0 and array.flags.c_contiguous
+        assert (torch.from_numpy(array) == tensor).all() and array.shape == tuple(tensor.shape)
 
 
 @loops.compiled

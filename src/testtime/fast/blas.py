@@ -38,26 +38,14 @@ def reach(folder: Path, names: tuple[str, ...]) -> bool:
 
 
 def _library(folder: Path) -> ctypes.CDLL:
+    """The library of the torch in a folder that has the products."""
     return ctypes.CDLL(str(next(folder.glob("lib/*torch_cpu.*"))))
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """While inside, products that are not spread keep to the calling thread, where they can be told to."""
-    if not SPREADS:
-        yield
-        return
-    own_threads = getattr(_library(_TORCH), OWN_THREADS)
-    before = own_threads(1)
-    try:
-        yield
-    finally:
-        own_threads(before)
 
 
 _TORCH = Path(torch.__file__).parent
 REACHED = reach(_TORCH, PRODUCTS)
 SPREADS = REACHED and reach(_TORCH, (OWN_THREADS,))  # whether products can be told to keep to a thread
+_tell = getattr(_library(_TORCH), OWN_THREADS) if SPREADS else None
 if not SPREADS:  # nothing calls it then, but without it no loop that might is loaded
     llvmlite.binding.add_symbol(
         f"testtime_{OWN_THREADS}", ctypes.cast(ctypes.pythonapi.Py_IsInitialized, ctypes.c_void_p).value
@@ -66,6 +54,19 @@ if not SPREADS:  # nothing calls it then, but without it no loop that might is l
 _FORM = types.void(*[types.voidptr] * 13)
 _SINGLE, _DOUBLE = (types.ExternalFunction(f"testtime_{name}", _FORM) for name in PRODUCTS)
 _own_threads = types.ExternalFunction(f"testtime_{OWN_THREADS}", types.int32(types.int32))
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """While inside, products that are not spread keep to the calling thread, where they can be told to."""
+    if _tell is None:
+        yield
+        return
+    before = _tell(1)
+    try:
+        yield
+    finally:
+        _tell(before)
 
 
 def multiply(letters: Array, sizes: Array, numbers: Array, a: Array, b: Array, out: Array) -> None:
