@@ -11,6 +11,7 @@ from testtime import sweeps
 from testtime.fast import forms, fused
 from testtime.fast.abreast import Abreast
 from testtime.fast.graph import Runner
+from testtime.features import unit_views
 from testtime.methods.dpe import DPE
 from testtime.methods.tda import TDA
 from testtime.types import InputError
@@ -59,6 +60,17 @@ def test_threads_have_many_groups_each_so_that_none_waits_long() -> None:
     assert len(groups) == 2 * sweeps.TURNS
     assert sorted(place for group in groups for place in group) == list(range(200))
     assert {len(group) for group in groups} == {6, 7}
+
+
+def test_a_chunk_is_made_ready_once_for_all_groups(monkeypatch) -> None:
+    task, stream, _ = tt.toy(images=20)
+    grid = [DPE(alpha=float(alpha)) for alpha in range(1, 6)]
+    seen = []
+    monkeypatch.setattr(sweeps, "unit_views", lambda chunk, *_: seen.append(len(chunk)) or unit_views(chunk, *_))
+    monkeypatch.setitem(sweeps.ABREAST, "cpu", sweeps._size(task, grid[0]))
+    assert len(sweeps._abreast(task, grid, 1)) == 5
+    tt.sweep(task, grid, stream.split(12))
+    assert seen == [12, 8]
 
 
 def test_on_a_gpu_the_buffers_of_kernels_count_too() -> None:

@@ -48,7 +48,8 @@ def sweep(task: Task, methods: Sequence[Method], chunks: Iterable[Tensor]) -> li
     # a core to each group of runs is better used than many cores to each small product
     with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         for chunk in chunks:
-            for rows, part in zip(pool.map(partial(_Runs.scan, chunk=chunk, count=count), runs), parts, strict=True):
+            views = None if all(group.sessions for group in runs) else unit_views(chunk, task.text, count)
+            for rows, part in zip(pool.map(partial(_Runs.scan, chunk=chunk, views=views), runs), parts, strict=True):
                 part.append(rows)
             count += len(chunk)
     logits: dict[int, Tensor] = {}
@@ -68,11 +69,10 @@ class _Runs:
         if self.runner is None and fast.shape(task, self.methods[0]) is None:
             self.sessions = [Session(task, method) for method in self.methods]
 
-    def scan(self, chunk: Tensor, count: int) -> Tensor:
-        """Logits (S, n, C) of a chunk that comes after `count` images."""
-        if self.sessions:
+    def scan(self, chunk: Tensor, views: Tensor | None) -> Tensor:
+        """Logits (S, n, C) of a chunk, whose unit views are shared by all that take no sessions."""
+        if views is None or self.sessions:
             return torch.stack([session.scan(chunk) for session in self.sessions])
-        views = unit_views(chunk, self.task.text, count)
         with torch.inference_mode():
             return self._side_by_side(views)
 
