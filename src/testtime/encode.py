@@ -19,6 +19,8 @@ from testtime.views import views as make_views
 if TYPE_CHECKING:
     from testtime.diffusion import Variations
 
+AT_ONCE = 64  # views that are made and encoded together: thousands would take more memory than a machine has
+
 DTYPES = {"float16": torch.float16, "float32": torch.float32}
 
 
@@ -47,11 +49,20 @@ def encode_views(
                 for image, index in pairs
             ]
         )
-    pixels = [
-        make_views(image, views, encoder.preprocess, seed=seed, index=index, augmix=augmix)
-        for image, index in zip(images, indices, strict=True)
-    ]
-    return encoder.encode_images(torch.cat(pixels)).unflatten(0, (len(images), views))
+    features = []
+    for start in range(0, len(images), _together(views)):
+        part = slice(start, start + _together(views))
+        pixels = [
+            make_views(image, views, encoder.preprocess, seed=seed, index=index, augmix=augmix)
+            for image, index in zip(images[part], indices[part], strict=True)
+        ]
+        features += [encoder.encode_images(some) for some in torch.cat(pixels).split(AT_ONCE)]
+    return torch.cat(features).unflatten(0, (len(images), views))
+
+
+def _together(views: int) -> int:
+    """How many images of so many views each are encoded together."""
+    return max(1, AT_ONCE // views)
 
 
 def encode(
@@ -136,6 +147,7 @@ def _encode_part(
     """Features (n, V, D) of the readable images of a part, and their indices; `looks` go to `encode_views`."""
     features: list[Tensor] = []
     kept: list[int] = []
+    batch = min(batch, _together(looks["views"]))  # so that progress is told as it is made
     for start in part[::batch]:
         indices: list[int] = []
         images: list[Any] = []
