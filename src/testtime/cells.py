@@ -32,9 +32,10 @@ from testtime.features import Features
 from testtime.metrics import accuracy, expected_calibration_error, macro_f1
 from testtime.prompts import build_task, check_classes
 from testtime.recipes import Views
+from testtime.steppers import laid
 from testtime.streams import shuffled
 from testtime.sweeps import sweep
-from testtime.types import Encoder, InputError, Method, MissingPart, Task
+from testtime.types import Encoder, InputError, Method, MissingPart, Task, ViewPlan
 
 SHARD = 256  # images; an interrupt loses at most these
 CHUNK = 64  # images read at a time
@@ -138,10 +139,8 @@ class Lab:
             self.task(Text()),
             [_absolute(self.dataset.paths[i]) for i in taken],
             out,
+            ViewPlan(views.count, views.augmix, seed if views.count > 1 else ONE_VIEW_SEED),
             labels=[self.labels[i] for i in taken],
-            views=views.count,
-            augmix=views.augmix,
-            seed=seed if views.count > 1 else ONE_VIEW_SEED,
             shard=self.shard,
             dataset=self.dataset.name,
             resume=True,
@@ -178,11 +177,12 @@ class Lab:
         path = self.folder / "text" / f"{_mark(facts)}.safetensors"
         if not path.exists():
             task = build_task(self.encoder, names, **given, allow_duplicates=True)
-            files.write_tensors(path, {"text": task.text}, {"text": json.dumps(facts)})
+            files.write_tensors(path, {"text": task.text}, {"text": json.dumps(facts), "scale": repr(task.scale)})
             return task
-        device = self.encoder.encode_texts(["a"]).device
-        prototypes = files.open_tensors(path).get_tensor("text").to(device)
-        return Task(prototypes, check_classes(names, allow_duplicates=True), self.encoder.scale, self.encoder.name)
+        file = files.open_tensors(path)
+        scale = float(file.metadata().get("scale") or self.encoder.scale)  # with it, no encoder need be loaded
+        prototypes = laid(file.get_tensor("text")).to(self.encoder.device)
+        return Task(prototypes, check_classes(names, allow_duplicates=True), scale, self.encoder.name)
 
     def _data_mark(self) -> str:
         """What tells these images from others: their names, wherever the folder lies, and labels."""

@@ -14,9 +14,9 @@ from typer.core import TyperGroup
 
 from testtime.commands import about, data, experiments, images, prompts, replay, report
 from testtime.commands.options import flag
+from testtime.errors import InputError, Interrupted, TesttimeError
 from testtime.interrupts import told
 from testtime.terminal import err
-from testtime.types import InputError, Interrupted, TesttimeError
 
 STOPPED = "Interrupted. No half-written file is left; start it again."
 
@@ -35,7 +35,6 @@ class Commands(TyperGroup):
 
 app = typer.Typer(
     cls=Commands,
-    add_completion=False,
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
@@ -47,9 +46,16 @@ app = typer.Typer(
 )
 
 
+def _version(context: typer.Context, asked: bool) -> None:
+    if asked and not context.resilient_parsing:  # resilient: a shell asks what could come next
+        about.version()
+        raise typer.Exit
+
+
 @app.callback()
 def _common(
     debug: Annotated[bool, flag("--debug", help="Show tracebacks.")] = False,
+    version: Annotated[bool, flag("--version", help="Print the version.", is_eager=True, callback=_version)] = False,
 ) -> None:
     """Options of every command; `main` has already seen --debug wherever it stood."""
 

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from testtime.encoders import needed
 from testtime.ops import unit
 from testtime.prompts import check_classes
 from testtime.towers import MeanTower, OpenClipTower, TransformersTower
-from testtime.types import Context, Encoder, InputError, MissingPart
+from testtime.types import Context, Encoder, InputError, MissingPart, PromptEncoder
 
 WORDS = "a photo of a"
 CHUNK = 128  # prompts that pass the tower at once
@@ -37,26 +38,14 @@ def build_context(encoder: Encoder, classnames: Sequence[str], words: str = WORD
     >>> context.start.shape, context(context.start).shape
     (torch.Size([4, 64]), torch.Size([3, 32]))
     """
-    from testtime.encoders.offline import Offline
-
     names = check_classes(classnames, allow_duplicates=True)
-    words = " ".join(words.split())
-    if isinstance(encoder, Offline):
-        return _offline(encoder, names, words, chunk)
-
-    from testtime.encoders.clip import OpenClip
-
-    if isinstance(encoder, OpenClip):
-        return _open_clip(encoder, names, words, chunk)
-
-    from testtime.encoders.hf import DualEncoder
-
-    if isinstance(encoder, DualEncoder):
-        return _transformers(encoder, names, words, chunk)
-    raise MissingPart(
-        f"Encoder '{encoder.name}' offers no text tower that gradients can pass, which prompt tuning needs. "
-        "Use open_clip:MODEL/PRETRAINED, hf:REPO or offline."
-    )
+    encoder = needed(encoder)
+    if not isinstance(encoder, PromptEncoder):
+        raise MissingPart(
+            f"Encoder '{encoder.name}' offers no text tower that gradients can pass, which prompt tuning needs. "
+            "Use open_clip:MODEL/PRETRAINED, hf:REPO or offline."
+        )
+    return encoder.soft_prompts(names, " ".join(words.split()), chunk)  # type: ignore[return-value]
 
 
 class Start:
@@ -259,7 +248,7 @@ def stored_context(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], c
     return SoftPrompts(tower, table[ids], ids, tensors["ctx_init"], 1, chunk)
 
 
-def _open_clip(encoder: Any, names: Sequence[str], words: str, chunk: int) -> SoftPrompts:
+def open_clip_prompts(encoder: Any, names: Sequence[str], words: str, chunk: int) -> SoftPrompts:
     model = encoder.model
     if hasattr(model, "token_embedding"):  # CLIP: the text tower's parts are the model's own
         text, pool, eos = model, model.text_pool_type, getattr(model, "text_eos_id", 0)
@@ -300,7 +289,7 @@ def _agree(one: Tensor, other: Tensor) -> int:
 # the offline encoder
 
 
-def _offline(encoder: Any, names: Sequence[str], words: str, chunk: int) -> SoftPrompts:
+def offline_prompts(encoder: Any, names: Sequence[str], words: str, chunk: int) -> SoftPrompts:
     texts = [f"{words} {name}." for name in names]
     rows = [text.ids for text in encoder.tokenizer.encode_batch([*texts, words, ""])]  # padded to the longest
     *ids, alone, empty = torch.tensor(rows, device=encoder.device)
@@ -316,7 +305,7 @@ def _offline(encoder: Any, names: Sequence[str], words: str, chunk: int) -> Soft
 # transformers
 
 
-def _transformers(encoder: Any, names: Sequence[str], words: str, chunk: int) -> SoftPrompts:
+def transformers_prompts(encoder: Any, names: Sequence[str], words: str, chunk: int) -> SoftPrompts:
     inputs = encoder.tokenize([*(f"{words} {name}." for name in names), words, ""])
     *_, alone, empty = inputs["input_ids"]
     first, stop = _span(inputs["input_ids"][:-2], alone, empty, words)

@@ -32,7 +32,7 @@ from torch import Tensor
 from testtime import files
 from testtime.features import unit_views
 from testtime.methods.base import kinds, require
-from testtime.types import Context, Encoder, FeatureError, ImageError, InputError, MissingPart, StoredImage, Task
+from testtime.types import Context, Encoder, FeatureError, InputError, MissingPart, StoredImage, Task, ViewPlan
 
 FORMAT = "testtime.prompt"
 VERSION = "1"
@@ -284,10 +284,8 @@ def pick_images(
 def encode_images(
     encoder: Encoder,
     paths: Sequence[StoredImage],
+    plan: ViewPlan = ViewPlan(),
     *,
-    views: int = 1,
-    seed: int = 0,
-    batch: int = 32,
     on_skip: Callable[[str], None] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> tuple[Tensor, list[int]]:
@@ -295,31 +293,23 @@ def encode_images(
 
     An image that cannot be read goes to `on_skip` as one line; without it, the error is raised.
     """
-    from testtime.encode import encode_views  # Pillow is loaded only where there are images
-    from testtime.images import read_image
+    from testtime.encoding.stream import stream
 
-    if views < 1:
-        raise InputError(f"views={views}: at least the image itself is needed, so 1 or more.")
     features: list[Tensor] = []
     kept: list[int] = []
-    for start in range(0, len(paths), batch):
-        good = []
-        for place in range(start, min(start + batch, len(paths))):
-            try:
-                good.append((place, read_image(paths[place])))
-            except ImageError as error:
-                if on_skip is None:
-                    raise
-                on_skip(str(error))
-        if good:
-            places, images = zip(*good, strict=True)
-            features.append(encode_views(encoder, images, places, views=views, seed=seed, augmix=False))
-            kept.extend(places)
+    for entry in stream(encoder, paths, plan):
+        if entry.error is not None:
+            if on_skip is None:
+                raise entry.error
+            on_skip(str(entry.error))
+        elif entry.features is not None:
+            features.append(entry.features)
+            kept.append(entry.index)
         if progress:
-            progress(min(start + batch, len(paths)))
+            progress(entry.index + 1)
     if not kept:
         raise InputError(f"None of the {len(paths)} training images could be read.")
-    return torch.cat(features), kept
+    return torch.stack(features), kept
 
 
 # Files

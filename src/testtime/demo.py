@@ -119,8 +119,8 @@ def _watch(title: str, task: Task, views: Tensor, labels: Tensor, *, console: Co
     with Live(console=console, refresh_per_second=10, auto_refresh=False) as live:
         if console.is_terminal:
             live.update(_table(heading, runners), refresh=True)
-        for name in METHODS:  # what is loaded and compiled once is no image's cost
-            Session(task, name).scan(views[:1])
+        for runner in runners:  # what is loaded and compiled once is no image's cost
+            runner.session.warm_up(views.shape[1])
         for start in range(0, len(views), CHUNK):
             for runner in runners:
                 runner.advance(views[start : start + CHUNK], labels[start : start + CHUNK])

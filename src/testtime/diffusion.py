@@ -1,11 +1,8 @@
 """Diffusion views: variations of an image beside its crops, for DiffTPT.
 
-    variations = FolderVariations("variations/")         # made earlier, one folder an image
-    views = diffusion_views(encoder, image, variations)  # (127, D): the image, 63 crops, 63 variations
-    session.step(views)
-
-    session = Session(task, "difftpt", encoder=encoder, views=64, variations=variations)  # the same, from images
-    session.step("dog1.jpg")
+    variations = FolderVariations("variations/")  # made earlier, one folder an image
+    session = Session(task, "difftpt", encoder=encoder, views=64, variations=variations)
+    session.step("dog1.jpg")  # the image, 63 crops and 63 variations
 
 Where variations come from is a small protocol; a function of your own will do.
 """
@@ -20,10 +17,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from testtime.encode import encode_views
 from testtime.images import IMAGE_SUFFIXES, read_image
-from testtime.types import Encoder, InputError, MissingPart
-from testtime.views import clean
+from testtime.types import InputError, MissingPart, ViewPlan
+from testtime.views import Preprocess, clean
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -162,32 +158,16 @@ def variation_pixels(image: Image) -> Tensor:
     return (pixels - mean) / deviation
 
 
-def diffusion_views(
-    encoder: Encoder,
-    image: Image,
-    variations: Variations,
-    *,
-    crops: int = 63,
-    count: int = 63,
-    seed: int = 0,
-    index: int = 0,
-    augmix: bool = False,
-) -> Tensor:
-    """Features (1 + crops + count, D) of one image: itself, its random crops, then its variations.
-
-    Crops and variations depend on (seed, index) alone.
-    """
-    if crops < 0 or count < 0:
-        raise InputError(f"crops={crops}, count={count}: both must be 0 or more.")
-    ours = encode_views(encoder, [image], [index], views=1 + crops, seed=seed, augmix=augmix)[0]
-    if not count:
-        return ours
+def variation_views(preprocess: Preprocess, image: Image, plan: ViewPlan, index: int) -> Tensor:
+    """The variations of an image that go with its crops, as many as these: (count - 1, 3, size, size), normalised."""
+    if plan.variations is None or plan.count < 2:
+        return torch.empty(0, 3, preprocess.size, preprocess.size)
+    count = plan.count - 1
     # the released code makes the two numbers one by no rule; any that keeps images apart will do
-    drawn = variations(image, count, seed * 1_000_003 + index)
+    drawn = plan.variations(image, count, plan.seed * 1_000_003 + index)
     if len(drawn) != count:
         raise InputError(f"{count} variations were asked for, and {len(drawn)} came.")
-    pixels = torch.stack([clean(one, encoder.preprocess) for one in drawn])
-    return torch.cat([ours, encoder.encode_images(pixels)])
+    return torch.stack([clean(one, preprocess) for one in drawn])
 
 
 def _diffusers() -> Any:

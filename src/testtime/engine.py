@@ -4,35 +4,27 @@ from __future__ import annotations
 
 import copy
 import json
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from testtime import fast, files, registry
-from testtime.fast import Runner
+from testtime import files, registry
 from testtime.features import unit_views
 from testtime.interrupts import held_back
-from testtime.types import (
-    Encoder,
-    FeatureError,
-    ImageError,
-    InputError,
-    Method,
-    Prediction,
-    StateError,
-    StoredImage,
-    Task,
-)
+from testtime.steppers import Stepper, laid, laid_task, open_stepper
+from testtime.types import Encoder, InputError, Method, Prediction, StateError, StoredImage, Task, ViewPlan
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
     from testtime.diffusion import Variations
+    from testtime.encoding.stream import Encoded
 
 FORMAT = "testtime.session"
 VERSION = "1"
@@ -48,6 +40,7 @@ READERS: dict[str, Callable[[str], Any]] = {
     "augmix": lambda text: bool(json.loads(text)),
     "seed": int,
     "count": int,
+    "position": int,
 }
 
 
@@ -56,8 +49,11 @@ class Session:
 
     `step` predicts, then adapts; `predict` only predicts. Both take an image (a Pillow image or a path, with an
     encoder) or features: (D,) for one view, (V, D) for several, row 0 the image itself. `variations` of an image
-    (`testtime.diffusion`) follow its views, as many as there are crops. Where the method has a fast twin
-    (`testtime.fast`) that does the work, unless `reference` asks for the method's own steps.
+    (`testtime.diffusion`) follow its views, as many as there are crops. The fastest stepper that understands the method
+    does the work (`testtime.steppers`), unless `reference` asks for the method's own steps.
+
+    `count` images have been answered. `position` is the index of the next one in the input, which counts those that
+    could not be read too; an image's views are drawn by it.
 
     >>> import testtime as tt
     >>> task, stream, labels = tt.toy()
@@ -66,8 +62,6 @@ class Session:
     >>> prediction.label, prediction.learned, session.count
     ('class 2', True, 1)
     """
-
-    _encoder: Any  # the encoder compiled and captured, once it is needed
 
     def __init__(
         self,
@@ -87,20 +81,14 @@ class Session:
             method = registry.make_method(method, preset, settings)
         elif settings or preset:
             raise InputError("Settings and presets go with a method's name; a ready-made method has its own.")
-        if views < 1:
-            raise InputError(f"views={views}: at least the image itself is needed, so 1 or more.")
         if encoder is not None and encoder.dim != task.dim:
             raise InputError(f"Encoder {encoder.name} gives {encoder.dim} features, the task has {task.dim}.")
         method.check(task)
-        self.task = task
+        self.task = laid_task(task)
         self.method = method
         self.encoder = encoder
-        self.views = views
-        self.augmix = augmix
-        self.seed = seed
+        self.plan = ViewPlan(views, augmix, seed, variations)
         self.reference = reference
-        self._encoder = None
-        self.variations = variations
         self.reset()
 
     def __repr__(self) -> str:
@@ -110,100 +98,69 @@ class Session:
         """Forget the stream: back to before the first image."""
         with torch.inference_mode(False):
             self.state = self.method.init(self.task)
-        self.count = 0
+        self.count = self.position = 0
 
     @property
     def state(self) -> Any:
         """What has been learned so far, as the method's own `step` takes and returns it."""
-        return self._state if self._runner is None else self._runner.states()[0]
+        return self._state if self._stepper is None else self._stepper.snapshot()[0]
 
     @state.setter
     def state(self, state: Any) -> None:
         self._state = state
-        self._runner: Runner | None = None  # made from the state when the next image comes
+        self._stepper: Stepper | None = None  # opened when the next image comes
 
     def fork(self) -> Session:
         """A second session that starts from here and learns on its own."""
         twin = copy.copy(self)
-        twin.state = self.state  # of its own; steps are pure, so it can be shared until either moves on
+        twin.state = self.state
         return twin
 
     def step(self, image: Image | str | StoredImage | Tensor) -> Prediction:
         """Predict one image, then learn from it. A refused image leaves everything as it was."""
-        return self._advance(self._features([image])[0])
+        return self._advance(self._features(image))
 
     def predict(self, image: Image | str | StoredImage | Tensor) -> Prediction:
         """Predict one image from what has been learned so far, learning nothing."""
-        return self.fork().step(image)
+        views = self._features(image)
+        with torch.inference_mode():
+            logits = self._steps().peek(views)
+        return self._prediction(logits, torch.zeros(1, dtype=torch.bool), views)
+
+    def warm_up(self, views: int | None = None) -> float:
+        """Do now what is done once, for images of so many views: loading, compiling, capturing; the seconds it took."""
+        start = time.perf_counter()
+        with torch.inference_mode():
+            self._steps().warm_up(views or self.plan.total)
+        return time.perf_counter() - start
 
     def scan(self, stream: Tensor) -> Tensor:
         """Logits (N, C) of a chunk of features (N, V, D), learning along the way; all or nothing."""
-        views = unit_views(stream, self.task.text, self.count)
-        with torch.inference_mode():
-            if (runner := self._fast()) is not None:
-                with held_back():  # it works in place
-                    logits = runner.scan(views)[0]
-                    self.count += len(stream)
-            else:
-                logits, self.state = self._captured(views) or self.method.scan(self.task, self._state, views)
-                self.count += len(stream)
+        views = unit_views(stream, self.task.text, self.position)
+        with torch.inference_mode(), held_back():  # a stepper works in place
+            logits = self._steps().scan(views)[0]
+            self.count += len(stream)
+            self.position += len(stream)
         return logits.clone()  # out of inference mode: an ordinary tensor
 
     def run(
-        self,
-        images: Iterable[Any],
-        *,
-        batch: int = 16,
-        on_error: Callable[[Any, InputError], None] | None = None,
+        self, images: Iterable[Any], *, on_error: Callable[[Any, InputError], None] | None = None
     ) -> Iterator[tuple[Any, Prediction]]:
-        """Each image with its prediction, in order. Views are encoded `batch` images at a time.
+        """Each image with its prediction, in order; images are read and encoded ahead of the adaptation.
 
-        A bad image goes to `on_error` and is left out; without it, the error is raised when its turn comes.
+        A bad image goes to `on_error` and is left out; without it, the error is raised when its turn comes. Either way
+        it has its place in the input: the views of those that follow do not depend on whether it could be read.
         """
-        if batch < 1:
-            raise InputError(f"batch={batch}: at least one image at a time.")
-        source = iter(images)
-        if self._overlaps():
-            head = list(islice(source, 1))
-            source = chain(head, source)
-            if not any(isinstance(image, Tensor) for image in head):  # features need no encoder
-                yield from self._run_ahead(source, on_error)
-        while group := list(islice(source, batch)):
-            good, failure = self._readable(group, on_error)
-            if good:
-                features = self._features([image for _, image in good])
-                for (original, _), views in zip(good, features, strict=True):
-                    with held_back():  # whoever asked has the answer in hand before an interrupt is raised
-                        yield original, self._advance(views)
-            if failure:
-                raise failure
-
-    def _overlaps(self) -> bool:
-        """Whether images can be read and encoded on a GPU while earlier ones are adapted to."""
-        device = getattr(self.encoder, "device", None)
-        made_there = device is not None and device.type == "cuda" and hasattr(self.encoder, "model")
-        return made_there and self.variations is None and not self.reference
-
-    def _run_ahead(
-        self, images: Iterator[Any], on_error: Callable[[Any, InputError], None] | None
-    ) -> Iterator[tuple[Any, Prediction]]:
-        """`run` with decoding, views and encoding ahead of the adaptation."""
-        from testtime.fast import pipeline
-        from testtime.fast.encoder import FastEncoder
-
-        if self._encoder is None:
-            self._encoder = FastEncoder(self.encoder)
-        kind = {"views": self.views, "seed": self.seed, "augmix": self.augmix}
-        for entry in pipeline.stream(self._encoder, images, **kind, first=self.count, gaps=False):  # type: ignore
+        for entry in self._encoded(images):
             if entry.features is None:
-                problem = entry.error or ImageError(f"{entry.source}: not encoded.")
+                problem = entry.error or InputError(f"{entry.source}: not encoded.")
                 if on_error is None:
                     raise problem
+                self.position = entry.index + 1
                 on_error(entry.source, problem)
                 continue
-            views = unit_views(entry.features[None].to(self.task.text), self.task.text, self.count)[0]
-            with held_back():
-                yield entry.source, self._advance(views)
+            with held_back():  # whoever asked has the answer in hand before an interrupt is raised
+                yield entry.source, self._advance(entry.features)
 
     def save(self, path: str | Path, extra: dict[str, str] | None = None) -> Path:
         """Write everything needed to go on bit for bit, atomically. `extra` metadata is kept as it is."""
@@ -215,11 +172,12 @@ class Session:
             "classnames": json.dumps(self.task.classnames),
             "encoder": self.task.encoder,
             "scale": repr(self.task.scale),
-            "views": str(self.views),
-            "augmix": json.dumps(self.augmix),
-            "seed": str(self.seed),
+            "views": str(self.plan.count),
+            "augmix": json.dumps(self.plan.augmix),
+            "seed": str(self.plan.seed),
             "count": str(self.count),
-        } | _varied(self.variations)
+            "position": str(self.position),
+        } | self.plan.facts()
         tensors = {"task.text": self.task.text} | dict(_named("state", self.state))
         return files.write_tensors(path, tensors, (extra or {}) | facts)
 
@@ -232,13 +190,14 @@ class Session:
         encoder: Encoder | None = None,
         variations: Variations | None = None,
         device: torch.device | str = "cpu",
+        reference: bool = False,
     ) -> Session:
         """A saved session. With a `task`, an encoder or variations, they must be those that it was made with."""
         file = files.open_tensors(path, StateError)
         facts = _facts(file, path)
         if "task.text" not in file.keys():
             raise StateError(f"{path} lacks 'task.text'; it is damaged.")
-        text = file.get_tensor("task.text").to(device)
+        text = laid(file.get_tensor("task.text").to(device))
         saved = Task(text, facts["classnames"], facts["scale"], facts["encoder"])
         method = registry.make_method(facts["method"], None, facts["settings"])
         if encoder is not None and encoder.name != saved.encoder:
@@ -246,110 +205,46 @@ class Session:
         if task is not None:
             _same_task(path, saved, task)
             saved = replace(saved, context=task.context)
-        before, now = ((what or {}).get("variations") for what in (file.metadata(), _varied(variations)))
+        looks = {key: facts[key] for key in ("views", "augmix", "seed")}
+        session = cls(saved, method, encoder=encoder, variations=variations, reference=reference, **looks)
+        before, now = ((what or {}).get("variations") for what in (file.metadata(), session.plan.facts()))
         if encoder is not None and before != now:
             raise StateError(f"{path} was made with variations {before}, not {now}; give the same.")
-        looks = {key: facts[key] for key in ("views", "augmix", "seed")}
-        session = cls(saved, method, encoder=encoder, variations=variations, **looks)
         session.state = _filled("state", session.state, file, path, device)
-        session.count = facts["count"]
+        session.count, session.position = facts["count"], facts["position"]
         return session
+
+    def _steps(self) -> Stepper:
+        if self._stepper is None:
+            self._stepper = open_stepper(self.task, [self.method], [self._state], reference=self.reference)
+        return self._stepper
 
     def _advance(self, views: Tensor) -> Prediction:
         """Predict and learn from unit views (V, D)."""
         with torch.inference_mode(), held_back():
-            if (runner := self._fast()) is not None:
-                (logits,), (learned,) = runner.step(views)
-            else:
-                if (captured := self._captured(views[None])) is not None:
-                    (logits,), state = captured
-                else:
-                    logits, state = self.method.step(self.task, self._state, views)
-                learned = self.method.learned(self._state, state)
-                self.state = state
+            logits, learned = self._steps().step(views)
             self.count += 1
-        logits = logits.clone()  # out of inference mode: an ordinary tensor
-        frozen = self.task.zero_shot(views[0])
-        probabilities, zero_shot = self.method.probabilities(logits), frozen.softmax(-1)
-        index, zero_index = int(logits.argmax()), int(frozen.argmax())
-        log_p = probabilities.clamp_min(torch.finfo(probabilities.dtype).tiny).log()
-        return Prediction(
-            label=self.task.classnames[index],
-            confidence=float(probabilities[index]),
-            entropy=float(-(probabilities * log_p).sum().clamp_max(0)) or 0.0,
-            zero_shot=self.task.classnames[zero_index],
-            zero_shot_confidence=float(zero_shot[zero_index]),
-            learned=learned,
-            index=index,
-            zero_shot_index=zero_index,
-            logits=logits,
-        )
+            self.position += 1
+        return self._prediction(logits, learned, views)
 
-    def _fast(self) -> Runner | None:
-        """The method's fast twin at this session's state, if it has one."""
-        if self._runner is None and not self.reference:
-            self._runner = fast.runner(self.task, [self.method], [self._state])
-        return self._runner
+    def _prediction(self, logits: Tensor, learned: Tensor, views: Tensor) -> Prediction:
+        """The answer of logits (1, C): fetched from the device at once, with all that goes with them."""
+        with torch.inference_mode():
+            parts = torch.cat([logits[0], self.task.zero_shot(views[0]), learned.to(logits)])
+        answer, frozen, learns = parts.cpu().clone().split([logits.shape[1], self.task.classes, 1])
+        return Prediction.of(self.task, self.method, answer.clone(), frozen, bool(learns))
 
-    def _captured(self, stream: Tensor) -> tuple[Tensor, Any] | None:
-        """Logits (n, C) and the next state for n images (n, V, D) in one launch; None where there is no GPU."""
-        if self.reference or not self.task.text.is_cuda:
-            return None
-        from testtime.fast import graph
+    def _features(self, image: Any) -> Tensor:
+        """Unit views (V, D) of the next image."""
+        (entry,) = self._encoded([image])
+        if entry.features is None:
+            raise entry.error or InputError("Not encoded.")
+        return entry.features
 
-        return graph.scan(self.method, self.task, self._state, stream, compile=self.count >= graph.PATIENCE)
+    def _encoded(self, images: Iterable[Any]) -> Iterator[Encoded]:
+        from testtime.encoding.stream import stream  # Pillow is loaded only where there are images
 
-    def _features(self, images: list[Any]) -> list[Tensor]:
-        """Unit views (V, D) of each image; the first has stream index `self.count`."""
-        if all(isinstance(image, Tensor) for image in images):
-            features = [image[None] if image.ndim == 1 else image for image in images]
-        else:
-            features = list(self._encode(images))
-        return [
-            unit_views(views[None], self.task.text, self.count + offset)[0] for offset, views in enumerate(features)
-        ]
-
-    def _encode(self, images: list[Any]) -> Tensor:
-        """Features (n, V, D) of images."""
-        if self.encoder is None:
-            raise InputError("This session has no encoder; give features, or make it with Session(..., encoder=).")
-        from testtime.encode import encode_views  # Pillow is loaded only where there are images
-
-        opened = [_opened(image) for image in images]
-        indices = range(self.count, self.count + len(images))
-        looks: dict[str, Any] = dict(views=self.views, seed=self.seed, augmix=self.augmix)
-        return encode_views(self.encoder, opened, indices, variations=self.variations, **looks)
-
-    def _readable(
-        self, group: list[Any], on_error: Callable[[Any, InputError], None] | None
-    ) -> tuple[list[tuple[Any, Any]], InputError | None]:
-        """The images of a group that can be used, each with its source, and the error to stop at, if any."""
-        good: list[tuple[Any, Any]] = []
-        for source in group:
-            try:
-                image = _opened(source)
-                if isinstance(image, Tensor):
-                    self._features([image])  # refuses what cannot be learned from
-                good.append((source, image))
-            except (ImageError, FeatureError) as error:
-                if on_error is None:
-                    return good, error
-                on_error(source, error)
-        return good, None
-
-
-def _varied(variations: Variations | None) -> dict[str, str]:
-    """What a saved session says of variations: nothing, where there are none."""
-    return {} if variations is None else {"variations": getattr(variations, "name", "own")}
-
-
-def _opened(image: Any) -> Any:
-    """An image as it is, or read from where it is stored."""
-    if isinstance(image, str | StoredImage):
-        from testtime.images import read_image
-
-        return read_image(image)
-    return image
+        return stream(self.encoder, images, self.plan, indices=count(self.position), like=self.task.text)
 
 
 def _named(prefix: str, state: Any) -> Iterator[tuple[str, Tensor]]:
@@ -368,7 +263,7 @@ def _filled(prefix: str, fresh: Any, file: Any, path: Any, device: torch.device 
         return type(fresh)(*(_filled(f"{prefix}.{field}", part, file, path, device) for field, part in parts))
     if prefix not in file.keys():
         raise StateError(f"{path} lacks '{prefix}'; it was written by another version, or is damaged.")
-    stored = file.get_tensor(prefix).to(device)
+    stored = laid(file.get_tensor(prefix).to(device))
     if stored.shape != fresh.shape or stored.dtype != fresh.dtype:
         raise StateError(
             f"{path}: '{prefix}' is {stored.dtype} {tuple(stored.shape)}, "
@@ -387,6 +282,7 @@ def _facts(file: Any, path: Any) -> dict[str, Any]:
             f"{path} has format version {stored.get('version')}, this program reads {VERSION}. "
             "Use the version of testtime that wrote it, or start the session anew."
         )
+    stored.setdefault("position", stored.get("count", ""))  # files of before there was one have no gaps
     facts = {}
     for key, read in READERS.items():
         try:

@@ -30,22 +30,37 @@ def unit_views(views: Tensor, like: Tensor, first: int = 0) -> Tensor:
 
     Refuses what no method can use; `first` is the stream index of row 0, for the message.
     """
-    dim = like.shape[1]
+    directions, good = checked_views(views, like)
+    if not good.all():
+        raise refuse_views(views, first)
+    return directions
+
+
+def checked_views(views: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Views (N, V, D) with unit rows as `unit_views` gives them, and which images can be used (N,); nobody waits."""
+    dim = like.shape[-1]
     if views.ndim != 3 or 0 in views.shape[:2] or views.shape[2] != dim:
         raise FeatureError(f"Views must be (N, V, {dim}) with at least one view; got {tuple(views.shape)}.")
     if not views.is_floating_point():
         raise FeatureError(f"Views must be floating point; got {views.dtype}.")
     directions = unit(views.detach().to(like))
-    good = (directions.norm(dim=-1) - 1).abs() < 0.1  # false for NaN, for zero, and for what overflows
-    if not good.all():
-        image, view = (~good).nonzero()[0].tolist()
-        row = views[image, view]
-        what = "hold NaN or infinity" if not torch.isfinite(row).all() else "cannot be normalised"
-        raise FeatureError(
-            f"Features of image {first + image}, view {view}, {'are all zero' if not row.any() else what}; such an "
-            "image cannot be learned from. Encode it again, or leave it out."
-        )
-    return directions
+    return directions, _usable(directions).all(1)
+
+
+def _usable(directions: Tensor) -> Tensor:
+    """Which rows (..., D) have become unit rows: not NaN, not zero, and not what overflowed."""
+    return (directions.norm(dim=-1) - 1).abs() < 0.1
+
+
+def refuse_views(views: Tensor, first: int = 0) -> FeatureError:
+    """What is wrong with the first of these views (N, V, D) that cannot be used."""
+    image, view = (~_usable(unit(views.detach().float()))).nonzero()[0].tolist()
+    row = views[image, view]
+    what = "hold NaN or infinity" if not torch.isfinite(row).all() else "cannot be normalised"
+    return FeatureError(
+        f"Features of image {first + image}, view {view}, {'are all zero' if not row.any() else what}; such an "
+        "image cannot be learned from. Encode it again, or leave it out."
+    )
 
 
 def save_features(

@@ -72,9 +72,17 @@ def _aside(path: Path) -> Path:
 
 
 def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Path:
-    """Write a safetensors file atomically."""
+    """Write a safetensors file atomically. The same tensors and metadata give the same bytes."""
     stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    return write_atomic(path, to_bytes(stored, dict(metadata)))
+    return write_atomic(path, _in_order(to_bytes(stored, dict(metadata))))
+
+
+def _in_order(content: bytes) -> bytes:
+    """A safetensors file with its header sorted, which the library writes in any order, and its numbers aligned."""
+    begin = 8 + int.from_bytes(content[:8], "little")
+    header = json.dumps(json.loads(content[8:begin]), sort_keys=True, ensure_ascii=False).encode()
+    header += b" " * (-(8 + len(header)) % ALIGNMENT)
+    return len(header).to_bytes(8, "little") + header + content[begin:]
 
 
 def open_tensors(path: str | Path, error: type[InputError] = InputError) -> Any:
@@ -91,6 +99,8 @@ def open_tensors(path: str | Path, error: type[InputError] = InputError) -> Any:
     except OSError as problem:
         raise error(f"Cannot read {path}: {problem.strerror or problem}.") from None
 
+
+ALIGNMENT = 64  # bytes, of which the place where the numbers of a file begin is a multiple
 
 FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 

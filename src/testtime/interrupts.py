@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from testtime.types import Interrupted
+from testtime.errors import Interrupted
 
 
 @contextmanager

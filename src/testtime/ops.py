@@ -7,16 +7,16 @@ Nothing here branches on a tensor's value, so every function can be compiled, ca
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# Chances and slopes below it count as zero. They move nothing, and as denormals, which they become when they are
+# multiplied, they would slow a product down by up to a hundred times.
+NOTHING = 1e-30
 BLOCK = 2**18  # numbers worked on at a time where rows are independent: 1 MB in float32
-
-Product = Callable[[Tensor, Tensor], Tensor]  # of two matrices
 
 
 def unit(x: Tensor) -> Tensor:
@@ -135,13 +135,12 @@ def slopes(
     seen: Tensor,
     aligned: Tensor,
     objective: Objective,
-    product: Product | None = None,
 ) -> tuple[Slope, Slope]:
     """Gradients of `loss` by the directions of text and of visual prototypes.
 
     `rows` (R, D) are the features whose predictions are averaged; `seen` and `aligned` (C,) are 0 or 1 and say
     which classes have a visual prototype and which take part in the alignment. Visual prototypes of classes that
-    are not seen must be zero, and their own gradient means nothing. `product` multiplies the large matrices.
+    are not seen must be zero, and their own gradient means nothing.
     """
     t, v = text.direction, visual.direction
     boost = affinity(rows @ v.T, objective.alpha, objective.beta) * seen  # (R, C)
@@ -152,24 +151,21 @@ def slopes(
     if objective.align_weight:
         gain = (objective.align_weight / objective.align_temperature) / aligned.sum().clamp_min(1)
     slope = p * ((p @ log_mean)[:, None] - log_mean) * (objective.entropy_weight / len(rows) / gain)
+    slope = slope.masked_fill(slope.abs() < NOTHING, 0)
     by_text, by_visual = (objective.scale * slope).T, (objective.beta * boost * slope).T  # (C, R)
     if not objective.align_weight:
         return Slope(gain, by_text, rows), Slope(gain, by_visual, rows)
     absent = (aligned - 1) * torch.finfo(t.dtype).max  # finite, so that a row of nothing but absent is no NaN
     # beta=0 drops the mask: on the CPU looking costs nothing, and once every class is there it masks nothing
     beta = 0 if aligned.is_cpu and aligned.all() else 1
-    if product is None:
-        similarity = torch.addmm(absent, v, t.T, beta=beta, alpha=1 / objective.align_temperature)
-    else:
-        similarity = product(v, t.T) / objective.align_temperature + absent
+    similarity = torch.addmm(absent, v, t.T, beta=beta, alpha=1 / objective.align_temperature)
     pull = _misplaced(similarity, 1)  # image by text
     if aligned is not seen:
         pull.mul_(aligned[:, None])  # otherwise their visual prototypes, zero, pull nothing
     if objective.align_both:
         back = torch.addmm(absent[:, None], v, t.T, alpha=1 / objective.align_temperature)
         pull.mul_(aligned[:, None]).addcmul_(_misplaced(back, 0), aligned)
-    product = product or torch.mm
-    return Slope(gain, by_text, rows, product(pull.T, v)), Slope(gain, by_visual, rows, product(pull, t))
+    return Slope(gain, by_text, rows, pull.T @ v), Slope(gain, by_visual, rows, pull @ t)
 
 
 def gradient(
@@ -179,11 +175,10 @@ def gradient(
     seen: Tensor,
     aligned: Tensor,
     objective: Objective,
-    product: Product | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of `loss` by text and by visual prototypes, without autograd: two tensors (C, D)."""
     scratch = torch.empty_like(text.direction)
-    by_text, by_visual = slopes(rows, text, visual, seen, aligned, objective, product)
+    by_text, by_visual = slopes(rows, text, visual, seen, aligned, objective)
     return (
         by_text.across(0, len(seen), text.direction, scratch).mul_(by_text.gain / text.length),
         by_visual.across(0, len(seen), visual.direction, scratch).mul_(by_visual.gain * seen[:, None] / visual.length),
@@ -193,6 +188,7 @@ def gradient(
 def _misplaced(similarity: Tensor, dim: int) -> Tensor:
     """Softmax less the identity: how much each pair attracts (below 0) or repels. (N, N) -> (N, N)."""
     chance = torch.softmax(similarity, dim, out=similarity)
+    torch.threshold_(chance, NOTHING, 0)
     chance.diagonal().sub_(1)
     return chance
 
@@ -226,23 +222,21 @@ def learn(
     objective: Objective,
     adams: tuple[AdamW, AdamW],
     steps: int,
-    product: Product | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Unit text and visual prototypes (C, D) after `steps` updates of residuals on them that start at zero.
 
-    `at_text` is `text` taken apart; `adams` move the residuals of text and of visual prototypes. `product`
-    multiplies the large matrices, by default torch.mm.
+    `at_text` is `text` taken apart; `adams` move the residuals of text and of visual prototypes.
     """
     for_text, for_visual = adams
     if steps == 1:
         at_visual = prototypes(visual)
-        down_text, down_visual = slopes(rows, at_text, at_visual, seen, aligned, objective, product)
+        down_text, down_visual = slopes(rows, at_text, at_visual, seen, aligned, objective)
         return first_step(at_text, down_text, for_text), first_step(at_visual, down_visual, for_visual)
     d_text, d_visual = torch.zeros_like(text), torch.zeros_like(visual)
     m_text = m_visual = None
     for number in range(1, steps + 1):
         at_text, at_visual = prototypes(text + d_text), prototypes(visual + d_visual)
-        by_text, by_visual = gradient(rows, at_text, at_visual, seen, aligned, objective, product)
+        by_text, by_visual = gradient(rows, at_text, at_visual, seen, aligned, objective)
         d_text, m_text = for_text.step(d_text, by_text, m_text, number)
         d_visual, m_visual = for_visual.step(d_visual, by_visual, m_visual, number)
     return unit(text + d_text), unit(visual + d_visual)

@@ -10,10 +10,12 @@ from dataclasses import asdict
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
-from testtime.methods.base import kinds
-from testtime.types import Method, SettingError, UnknownName
+from testtime.errors import SettingError, UnknownName
+
+if TYPE_CHECKING:
+    from testtime.types import Method
 
 METHODS = {
     "ctpt": "testtime.methods.tpt:CTPT",
@@ -86,6 +88,8 @@ def settings_of(method: Any) -> dict[str, Any]:
 
 def read_setting(cls: type[Any], key: str, value: object) -> object:
     """`value` as the type of the setting `key`, from text if need be."""
+    from testtime.methods.base import kinds  # loads torch, which names alone do not need
+
     if key not in kinds(cls):
         raise unknown(f"setting of {cls.name}", key, kinds(cls))
     try:

@@ -30,6 +30,7 @@ class Replay:
     labels: Tensor | None  # (N,), in the order of the run
     order: Tensor  # (N,) rows of the store, in the order of the run
     seconds: float  # spent in the method
+    loading: float  # seconds before the first image: what is loaded, compiled and captured once
     session: Session
 
     def summary(self) -> dict[str, Any]:
@@ -41,6 +42,7 @@ class Replay:
             "zero_shot_accuracy": None if self.labels is None else accuracy(self.zero_shot, self.labels),
             "changed": int((self.predictions != self.zero_shot).sum()),
             "seconds": self.seconds,
+            "loading_seconds": self.loading,
             "settings": registry.settings_of(self.session.method),
         }
 
@@ -62,8 +64,8 @@ def replay(
 ) -> Replay:
     """Run a method over a store, in stored order or shuffled by `seed`; `progress` hears images done.
 
-    `reference` runs the method's own steps, also where it has a fast twin. The store is read a chunk at a time; what
-    grows with it are predictions, labels and, unless `keep_logits` is off, the logits, which take the most.
+    `reference` runs the method's own steps, also where there is something faster. The store is read a chunk at a time;
+    what grows with it are predictions, labels and, unless `keep_logits` is off, the logits, which take the most.
     """
     if dtype not in DTYPES:
         raise registry.unknown("dtype", dtype, DTYPES)
@@ -74,6 +76,8 @@ def replay(
     task = store.task(DTYPES[dtype], device, getattr(method, "needs_tower", False))
     session = Session(task, method, reference=reference)
     order = (shuffled(len(store), seed) if shuffle else torch.arange(len(store)))[:limit]
+    beside = Session(task, "zeroshot", reference=reference)
+    loading = session.warm_up(store.views) + beside.warm_up(store.views)
     predictions, frozen = torch.empty_like(order), torch.empty_like(order)
     logits, done, seconds = torch.empty(0), 0, 0.0
     for chunk in store.chunks(order, dtype=DTYPES[dtype]):
@@ -86,12 +90,12 @@ def replay(
         if keep_logits:
             logits[here] = scores
         predictions[here] = scores.argmax(1)
-        frozen[here] = session.task.zero_shot(chunk[:, 0]).argmax(1).cpu()
+        frozen[here] = beside.scan(chunk[:, :1]).argmax(1).cpu()
         done = session.count
         if progress:
             progress(done)
     labels = None if store.labels is None else store.labels[order]
-    return Replay(logits, predictions, frozen, labels, order, seconds, session)
+    return Replay(logits, predictions, frozen, labels, order, seconds, loading, session)
 
 
 def recorded_settings(store: Features, method: str) -> dict[str, object]:

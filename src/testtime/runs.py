@@ -27,6 +27,7 @@ COLUMNS = (
     "zero_shot_confidence",
     "learned",
 )
+BEGUN = "input"  # of a saved state's metadata: where the input of its run began
 AUTOSAVE = 200  # images between two saves of the state, so that a crash costs at most these
 
 
@@ -113,20 +114,31 @@ def read_rows(path: Path, style: str) -> list[dict[str, Any]]:
         raise InputError(f"{path} is not the {style} output of an earlier run; give another --out.") from None
 
 
-def reopen(path: Path, style: str, count: int) -> set[str]:
-    """Cut an earlier run's rows back to the first `count` images of the session; the images that remain done.
+def reopen(path: Path, style: str, position: int) -> list[dict[str, Any]]:
+    """Cut an earlier run's rows back to those before the session's position, and return them.
 
-    Rows past `count` were written after the state was last saved: those images come again.
+    Rows from there on were written after the state was last saved: those images come again.
     """
-    if not path.exists():
-        return set()
-    kept = [values for values in read_rows(path, style) if values["index"] < count]
+    kept = [values for values in read_rows(path, style) if values["index"] < position]
     text = io.StringIO()
     rows = Rows(text, style)
     for values in kept:
         rows.write(values)
     files.write_atomic(path, text.getvalue())
-    return {str(values["image"]) for values in kept}
+    return kept
+
+
+def done_before(paths: Sequence[StoredImage], rows: Sequence[dict[str, Any]], state: Path, position: int) -> int | None:
+    """How many of the images an earlier run of the same input has met, readable or not; None for another input.
+
+    The saved state says which image that run began with, and at which index; rows tell too, of a state that does not.
+    """
+    begun = json.loads((files.open_tensors(state).metadata() or {}).get(BEGUN, "{}"))
+    places = {str(path): place for place, path in reversed(list(enumerate(paths)))}
+    if begun.get("image") == str(paths[0]):
+        return min(position - int(begun["index"]), len(paths))
+    met = [places[str(row["image"])] for row in rows if str(row["image"]) in places]
+    return max(met) + 1 if met else None
 
 
 def run_images(
@@ -139,28 +151,33 @@ def run_images(
     save: Path | None = None,
     record: Record | None = None,
     on_skip: Callable[[str], None] | None = None,
-    batch: int = 16,
+    begun: tuple[int, StoredImage] | None = None,
 ) -> Generator[tuple[int, StoredImage, Prediction], None, None]:
     """Stream index, path and prediction of every image that can be read, in order.
 
     With `save`, the state is written every `AUTOSAVE` images and whenever the stream ends, also by an interrupt.
-    `record` takes down what a report of the run needs.
+    `begun` is the index and the image that the input began with, where this run goes on with an earlier one's: the
+    state says it, so that the next one can. `record` takes down what a report of the run needs.
     """
+    index, image = begun or (session.position, paths[0] if paths else "")
+    begins = {BEGUN: json.dumps({"index": index, "image": str(image)})}
 
     def skip(path: Any, error: InputError) -> None:
         tally.skipped.append(str(error))
         if on_skip:
             on_skip(str(error))
 
-    truth = dict(zip(paths, labels, strict=True))
+    start = session.position
     try:
-        for path, prediction in session.run(paths, batch=batch, on_error=None if strict else skip):
-            tally.add(prediction, truth[path])
+        for path, prediction in session.run(paths, on_error=None if strict else skip):
+            index = session.position - 1
+            label = labels[index - start]
+            tally.add(prediction, label)
             if record:
-                record.add(path, prediction, truth[path])
-            yield session.count - 1, path, prediction
+                record.add(path, prediction, label)
+            yield index, path, prediction
             if save and session.count % AUTOSAVE == 0:
-                session.save(save)
+                session.save(save, begins)
     finally:
         if save:
-            session.save(save)
+            session.save(save, begins)

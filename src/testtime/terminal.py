@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.status import Status
 
-from testtime.types import InputError
+from testtime.errors import InputError
 
 out = Console()
 err = Console(stderr=True)

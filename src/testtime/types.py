@@ -1,72 +1,28 @@
-"""The words everything else is written in: tasks, predictions, protocols and errors.
-
-The error tree:
-
-    TesttimeError            something failed while working (exit code 1)
-    ├── Interrupted          stopped by Ctrl-C (exit code 130)
-    └── InputError           the input or the options are wrong (exit code 2)
-        ├── UnknownName      no method, encoder, dataset or setting of that name
-        ├── SettingError     a setting's value is out of its range
-        ├── FeatureError     features or a feature file that cannot be used
-        ├── ImageError       an image that cannot be read
-        ├── StateError       a saved session that does not fit
-        └── MissingPart      an extra, a checkpoint or a capability that is not there
-"""
+"""The words everything else is written in: tasks, predictions, protocols and errors."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from testtime.errors import FeatureError as FeatureError
+from testtime.errors import ImageError as ImageError
+from testtime.errors import InputError as InputError
+from testtime.errors import Interrupted as Interrupted
+from testtime.errors import MissingPart as MissingPart
+from testtime.errors import SettingError as SettingError
+from testtime.errors import StateError as StateError
+from testtime.errors import TesttimeError as TesttimeError
+from testtime.errors import UnknownName as UnknownName
+
 if TYPE_CHECKING:
+    from testtime.diffusion import Variations
     from testtime.views import Preprocess
-
-
-class TesttimeError(Exception):
-    """Something failed while working."""
-
-    exit_code = 1
-
-
-class Interrupted(TesttimeError):
-    """Stopped by Ctrl-C; the message says what is kept and how to go on."""
-
-    exit_code = 130
-
-
-class InputError(TesttimeError):
-    """The input or the options are wrong; the message names the value and the way out."""
-
-    exit_code = 2
-
-
-class UnknownName(InputError):
-    """No method, encoder, dataset or setting of that name."""
-
-
-class SettingError(InputError):
-    """A setting's value is out of its range."""
-
-
-class FeatureError(InputError):
-    """Features, or a feature file, that cannot be used."""
-
-
-class ImageError(InputError):
-    """An image that cannot be read."""
-
-
-class StateError(InputError):
-    """A saved session that does not fit this task, or cannot be read."""
-
-
-class MissingPart(InputError):
-    """An extra, a checkpoint or a capability that is not there."""
 
 
 @runtime_checkable
@@ -166,7 +122,51 @@ class Prediction:
     learned: bool  # whether this image changed the method's memory
     index: int  # of `label` in the task's class names
     zero_shot_index: int
-    logits: Tensor  # (C,)
+    logits: Tensor  # (C,), on the CPU
+
+    @classmethod
+    def of(cls, task: Task, method: Method, logits: Tensor, frozen: Tensor, learned: bool) -> Prediction:
+        """The answer that a method's logits (C,) give, beside those of the frozen classifier (C,)."""
+        probabilities, zero_shot = method.probabilities(logits), frozen.softmax(-1)
+        index, zero_index = int(logits.argmax()), int(frozen.argmax())
+        log_p = probabilities.clamp_min(torch.finfo(probabilities.dtype).tiny).log()
+        return cls(
+            label=task.classnames[index],
+            confidence=float(probabilities[index]),
+            entropy=float(-(probabilities * log_p).sum().clamp_max(0)) or 0.0,
+            zero_shot=task.classnames[zero_index],
+            zero_shot_confidence=float(zero_shot[zero_index]),
+            learned=learned,
+            index=index,
+            zero_shot_index=zero_index,
+            logits=logits,
+        )
+
+
+@dataclass(frozen=True)
+class ViewPlan:
+    """Which views an image gets: itself, `count - 1` random crops, and with `variations` as many of these.
+
+    Views depend on the image, the seed and the image's index in the input; nothing else.
+    """
+
+    count: int = 1
+    augmix: bool = False
+    seed: int = 0
+    variations: Variations | None = None
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise InputError(f"views={self.count}: at least the image itself is needed, so 1 or more.")
+
+    @property
+    def total(self) -> int:
+        """How many there are in all."""
+        return self.count if self.variations is None else 2 * self.count - 1
+
+    def facts(self) -> dict[str, str]:
+        """What a file says of the variations: nothing, where there are none."""
+        return {} if self.variations is None else {"variations": getattr(self.variations, "name", "own")}
 
 
 @runtime_checkable
@@ -182,6 +182,10 @@ class Encoder(Protocol):
         """D, the size of a feature."""
 
     @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+
+    @property
     def scale(self) -> float:
         """The logit scale that the model was trained with."""
 
@@ -190,10 +194,36 @@ class Encoder(Protocol):
         """How the model wants its images: size, resampling, mean and deviation."""
 
     def encode_images(self, pixels: Tensor) -> Tensor:
-        """Unit features of preprocessed images: (B, 3, H, W) -> (B, D) float32, on the encoder's device."""
+        """Unit features of preprocessed images: (B, 3, H, W) -> (B, D) float32, on the encoder's device.
+
+        Called from several threads at a time.
+        """
 
     def encode_texts(self, texts: Sequence[str]) -> Tensor:
         """Unit features of sentences: n texts -> (n, D) float32, on the encoder's device."""
+
+
+@runtime_checkable
+class DeviceEncoder(Encoder, Protocol):
+    """An encoder that offers its image tower: on a GPU it is captured, behind views that are made there too."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The precision that it computes in."""
+
+    def image_tower(self) -> Callable[[Tensor], Tensor]:
+        """A function from normalised pixels (B, 3, H, W) in that precision to features (B, D), not yet unit rows.
+
+        Tensors in, a tensor out, nothing read back: it is captured in a graph. Weights may be laid out anew for it.
+        """
+
+
+@runtime_checkable
+class PromptEncoder(Encoder, Protocol):
+    """An encoder that offers a way from prompt tokens to prototypes, for prompt tuning."""
+
+    def soft_prompts(self, classnames: Sequence[str], words: str, chunk: int) -> Context:
+        """The context of these classes that starts from `words`; `chunk` classes pass the text tower at a time."""
 
 
 class Method(Protocol):
@@ -214,8 +244,11 @@ class Method(Protocol):
     def scan(self, task: Task, state: Any, stream: Tensor) -> tuple[Tensor, Any]:
         """Logits (N, C) and the state after the last of N images (N, V, D)."""
 
-    def learned(self, before: Any, after: Any) -> bool:
-        """Whether the step from `before` to `after` changed what later images will meet."""
+    def learned(self, before: Any, after: Any) -> Tensor | bool:
+        """Whether the step from `before` to `after` changed what later images will meet: () bool.
+
+        A tensor on the state's device, so that a GPU need not be waited for.
+        """
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """The method's scores as a distribution over classes: (..., C) -> (..., C)."""

@@ -13,12 +13,12 @@ from testtime.bench.experiments import Experiment, Row
 from testtime.bench.runner import DEFAULT, cells_of
 from testtime.cells import Lab, encoded, timing
 from testtime.datasets import Dataset
-from testtime.encode import encode_views
+from testtime.encoding.stream import stream
 from testtime.engine import Session
 from testtime.evaluate import Plan, recipe_of
 from testtime.ops import unit
 from testtime.recipes import Recipe, Views
-from testtime.types import Encoder, InputError, Task
+from testtime.types import Encoder, InputError, Task, ViewPlan
 
 BYTES = 2  # features are kept in half precision
 TRIED = 4  # images, or steps, that a speed is measured on
@@ -123,7 +123,7 @@ def _pass_seconds(encoder: Encoder) -> float:
         images = [Image.fromarray(pixels)] * TRIED
         for _ in range(2):  # the first one warms up
             start = time.perf_counter()
-            encode_views(encoder, images, range(TRIED), views=2, seed=0, augmix=False)
+            list(stream(encoder, images, ViewPlan(count=2)))
             _PASSES[encoder.name] = (time.perf_counter() - start) / (2 * TRIED)
     return _PASSES[encoder.name]
 
@@ -138,14 +138,14 @@ def _step_seconds(row: Row, plan: Plan, entry: Recipe | None, lab: Lab | None = 
     random = torch.Generator().manual_seed(0)
     text = unit(torch.randn(classes, plan.encoder.dim, generator=random))
     views = unit(torch.randn(TRIED, plan.views_of(row.method, entry).count, plan.encoder.dim, generator=random))
-    device = plan.encoder.encode_texts(["a"]).device
+    device = plan.encoder.device
     try:
         session = Session(
             Task(text.to(device), tuple(map(str, range(classes)))), plan.method(row.method, entry, row.settings)
         )
     except InputError:  # prompt tuning: its cost is the text tower's, at least two passes over all classes
         return _text_seconds(plan.encoder, classes)
-    session.scan(views.to(device))
+    session.warm_up(views.shape[1])
     start = time.perf_counter()
     session.scan(views.to(device))
     return (time.perf_counter() - start) / TRIED

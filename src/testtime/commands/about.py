@@ -60,12 +60,24 @@ def version() -> None:
     """Print the version, and those of the libraries that numbers depend on."""
     import platform
 
-    import torch
-
     out.print(
-        f"testtime {__version__}, torch {torch.__version__}, Python {platform.python_version()}",
+        f"testtime {__version__}, torch {_torch_version()}, Python {platform.python_version()}",
         highlight=False,
     )
+
+
+def _torch_version() -> str:
+    """What `torch.__version__` is, read from its file: importing torch takes seconds.
+
+    The version of the installed package will not do. It has no CUDA in it: 2.6.0 where torch says 2.6.0+cu124.
+    """
+    from importlib.util import find_spec
+    from runpy import run_path
+
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return "not installed"
+    return run_path(str(Path(spec.origin).with_name("version.py")))["__version__"]
 
 
 def _encoders() -> list[tuple[str, str]]:

@@ -11,8 +11,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from testtime.commands.options import flag
+from testtime.errors import InputError
 from testtime.terminal import out, waiting
-from testtime.types import InputError
 
 if TYPE_CHECKING:
     from testtime.datasets.benchmarks import Benchmark

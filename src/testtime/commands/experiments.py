@@ -15,9 +15,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from testtime.commands.options import Device, EncoderName, Templates, encoder_of, flag
+from testtime.errors import InputError
 from testtime.interrupts import told
 from testtime.terminal import note, out, percent
-from testtime.types import InputError
 
 app = typer.Typer()
 WIDE = 240  # characters of a line in a pipe

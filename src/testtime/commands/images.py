@@ -41,10 +41,9 @@ from testtime.commands.options import (
     task_of,
     variations_of,
 )
-from testtime.devices import find_device
+from testtime.errors import InputError, Interrupted
 from testtime.interrupts import told
 from testtime.terminal import Watch, counted, err, note, opened, percent, progress
-from testtime.types import InputError, Interrupted
 
 if TYPE_CHECKING:
     from testtime.report.record import Record
@@ -91,9 +90,10 @@ def run(
     learned from. Where the images come with labels, or lie in folders named after classes, the accuracy of both is
     shown too; labels only score.
     """
+    from testtime.devices import find_device
     from testtime.engine import Session
     from testtime.files import check_place
-    from testtime.runs import Rows, Tally, reopen, row, run_images
+    from testtime.runs import Rows, Tally, done_before, reopen, row, run_images
 
     style = _style(style, output)
     data, names, labels = source_of(images, root, classes, classes_file)
@@ -111,19 +111,22 @@ def run(
             task, chosen, encoder=loaded, views=count, augmix=augmix, seed=seed, variations=source, reference=reference
         )
     else:
-        session = Session.load(resume, task, encoder=loaded, variations=source, device=find_device(device))
-        session.reference = reference
-        own = (
-            f"{session.method.name}, {counted(session.views, 'view')}{', AugMix' * session.augmix}, seed {session.seed}"
+        session = Session.load(
+            resume, task, encoder=loaded, variations=source, device=find_device(device), reference=reference
         )
+        plan = session.plan
+        own = f"{session.method.name}, {counted(plan.count, 'view')}{', AugMix' * plan.augmix}, seed {plan.seed}"
         note(f"Going on after {counted(session.count, 'image')} from {resume} with its own settings: {own}.")
         if unheard := _unheard(context, session, chosen, count, shuffle):
             note(f"note: {', '.join(unheard)} given here cannot change that; start without --resume to use it.")
-    if resume is not None and output is not None:
-        done = reopen(output, style, session.count)
-        left = [i for i, path in enumerate(paths) if str(path) not in done]
-        paths, labels = [paths[i] for i in left], [labels[i] for i in left]
-        if not left:
+    appending, begun = resume is not None and output is not None and output.exists(), None
+    if resume is not None and output is not None and appending:
+        rows_before = reopen(output, style, session.position)
+        done = done_before(paths, rows_before, resume, session.position)
+        if done is not None:
+            begun = session.position - done, paths[0]
+            paths, labels = paths[done:], labels[done:]
+        if not paths:
             note(f"All {counted(len(order), 'image')} are in {output} already; nothing is left to do.")
             return
     tally = Tally()
@@ -132,7 +135,6 @@ def run(
         from testtime.report.record import Record
 
         record = Record(session, len(paths))
-    appending = resume is not None and output is not None and output.exists()
     watching = output is None and sys.stdout.isatty()
     with opened(output, appending) as file:
         rows = Rows(file, style, header=not appending) if not watching else Watch(task.classnames)
@@ -145,6 +147,7 @@ def run(
                 strict=strict,
                 save=save,
                 record=record,
+                begun=begun,
                 on_skip=lambda line: err.print(f"[yellow]skipped[/] {escape(line)}", soft_wrap=True),
             )
             stopped = False
@@ -194,7 +197,9 @@ def encode(
     """
     from testtime import encode as encoding
     from testtime import registry
+    from testtime.devices import find_device
     from testtime.files import check_folder, check_place
+    from testtime.types import ViewPlan
 
     data, names, labels = source_of(images, root, classes, classes_file)
     order = ordered(len(data), False, seed, limit)
@@ -204,6 +209,7 @@ def encode(
     if shard is not None and shard < 1:
         raise InputError(f"--shard {shard}: at least one image to a shard.")
     source, count = variations_of(variations, views, paths, find_device(device))
+    plan = ViewPlan(count, augmix, seed, source)
     check_place(output) if shard is None else check_folder(output)
     loaded = encoder_of(encoder, device)
     task = task_of(loaded, names, template, descriptions, prompts)
@@ -222,13 +228,11 @@ def encode(
 
     with told(stopped), progress("images", len(paths)) as advance:
         done = encoding.encode(
-            loaded, task, paths, output,
-            labels=[labels[i] for i in order], views=count, augmix=augmix, seed=seed,
-            variations=source, dtype=encoding.DTYPES[dtype], shard=shard, resume=True, dataset=images,
+            loaded, task, paths, output, plan,
+            labels=[labels[i] for i in order], dtype=encoding.DTYPES[dtype], shard=shard, resume=True, dataset=images,
             on_skip=None if strict else skip, progress=advance,
         )  # fmt: skip
-    every = count if source is None else 2 * count - 1
-    note(f"{counted(done, 'image')} x {counted(every, 'view')} in {output}, {len(skipped)} skipped.")
+    note(f"{counted(done, 'image')} x {counted(plan.total, 'view')} in {output}, {len(skipped)} skipped.")
 
 
 def _unheard(context: typer.Context, session: Any, method: Any, views: int, shuffle: bool) -> list[str]:
@@ -237,9 +241,9 @@ def _unheard(context: typer.Context, session: Any, method: Any, views: int, shuf
         "method": method.name != session.method.name,
         "preset": method != session.method,
         "settings": method != session.method,
-        "views": views != session.views,
-        "augmix": not session.augmix,
-        "seed": context.params["seed"] != session.seed and not shuffle,  # which it is for too
+        "views": views != session.plan.count,
+        "augmix": not session.plan.augmix,
+        "seed": context.params["seed"] != session.plan.seed and not shuffle,  # which it is for too
     }
     options = {param.name: param.opts[0] for param in context.command.params}
     given = [name for name in other if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]
@@ -277,7 +281,7 @@ def _write_report(file: Path, record: Record, name: str, order: str) -> None:
         command="testtime " + shlex.join(sys.argv[1:]),
         Dataset=name,
         Order=order + (f", after {before:,} images of an earlier run" if before else ""),
-        Views=f"{session.views}, seed {session.seed}" + ", AugMix" * session.augmix,
+        Views=f"{session.plan.count}, seed {session.plan.seed}" + ", AugMix" * session.plan.augmix,
         Labels="only score" if isinstance(made, StreamReport) else f"known of {known:,} images" if known else "none",
         Time=f"{record.milliseconds:,.1f} ms per image, reading and encoding included",
     )

@@ -8,16 +8,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from testtime.errors import InputError
 from testtime.terminal import note, waiting
-from testtime.types import InputError, StoredImage
 
 if TYPE_CHECKING:
     from testtime.datasets import Dataset
+    from testtime.types import StoredImage
 
 
-def flag(*names: str, help: str) -> Any:
+def flag(*names: str, help: str, **others: Any) -> Any:
     """An option that is there or not; without this, its help asks for a <bool>."""
-    return typer.Option(*names, help=help, metavar="")
+    return typer.Option(*names, help=help, metavar="", **others)
+
+
+def _methods() -> list[str]:
+    """What a shell may complete a method's name to."""
+    from testtime.registry import method_names
+
+    return method_names()
 
 
 Images = Annotated[
@@ -38,7 +46,9 @@ EncoderName = Annotated[
     str,
     typer.Option("--encoder", "-e", help="offline, open_clip:MODEL/PRETRAINED or hf:REPO; see 'list encoders'."),
 ]
-MethodName = Annotated[str, typer.Option("--method", "-m", help="See 'testtime list methods'.")]
+MethodName = Annotated[
+    str, typer.Option("--method", "-m", help="See 'testtime list methods'.", autocompletion=_methods)
+]
 Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="A setting of the method; may be given again and again."),
@@ -95,12 +105,10 @@ def method_of(name: str, preset: str | None, settings: list[str] | None, start: 
 
 
 def encoder_of(name: str, device: str) -> Any:
-    from testtime import load_encoder
-    from testtime.devices import find_device
+    """The encoder, loaded when it is first needed."""
+    from testtime.encoders import Deferred
 
-    where = find_device(device)
-    with waiting(f"loading the encoder {name}"):
-        return load_encoder(name, device=where)
+    return Deferred(name, device, lambda: waiting(f"loading the encoder {name}"))
 
 
 def pairs(settings: list[str] | None, option: str = "--set", example: str = "alpha=4") -> dict[str, object]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -20,9 +20,12 @@ from testtime.commands.options import (
     flag,
     pairs,
 )
+from testtime.errors import InputError
 from testtime.interrupts import told
 from testtime.terminal import counted, err, percent, progress
-from testtime.types import InputError, StoredImage
+
+if TYPE_CHECKING:
+    from testtime.types import StoredImage
 
 app = typer.Typer()
 
@@ -70,6 +73,7 @@ def train_prompts(
 
     from testtime import build_task, coop, registry
     from testtime.files import check_place
+    from testtime.types import ViewPlan
 
     given = {"shots": shots, "epochs": epochs, "seed": seed} | pairs(settings)
     chosen = coop.CoOpSettings(
@@ -89,7 +93,7 @@ def train_prompts(
         coop.check_checkpoint(output, names, loaded.name, chosen)
     with told(lambda: _stopped(output)), progress("images", len(places)) as advance:
         features, kept = coop.encode_images(
-            loaded, [paths[i] for i in places], views=views, seed=chosen.seed, progress=advance,
+            loaded, [paths[i] for i in places], ViewPlan(views, seed=chosen.seed), progress=advance,
             on_skip=None if strict else lambda line: err.print(f"[yellow]skipped[/] {escape(line)}", soft_wrap=True),
         )  # fmt: skip
     log: list[Any] = []

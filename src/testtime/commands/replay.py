@@ -28,9 +28,8 @@ from testtime.commands.options import (
     flag,
     method_of,
 )
-from testtime.devices import find_device
+from testtime.errors import InputError
 from testtime.terminal import err, out, percent, progress
-from testtime.types import InputError
 
 if TYPE_CHECKING:
     from testtime.features import Features
@@ -71,6 +70,7 @@ def replay(
     """
     from testtime import oracle as oracles
     from testtime import replay as replays
+    from testtime.devices import find_device
     from testtime.features import Features
     from testtime.files import check_place, write_tensors
 
@@ -113,7 +113,10 @@ def replay(
     per_image = 1000 * result.seconds / summary["n"]
     if report is not None:
         err.print(f"The page is in {escape(str(report))}.", highlight=False, soft_wrap=True)
-    err.print(f"{summary['n']} images of {store.task().classes} classes, {per_image:.2f} ms each in the method.")
+    err.print(
+        f"{summary['n']} images of {len(store.classnames)} classes, {per_image:.2f} ms each in the method; "
+        f"{result.loading:.1f} s before the first to load, compile and capture."
+    )
     table = Table("", "accuracy", box=None, pad_edge=False)
     table.add_row("zero-shot", percent(summary["zero_shot_accuracy"]))
     table.add_row(f"[bold]{summary['method']}[/]", f"[bold]{percent(summary['accuracy'])}[/]")

@@ -11,9 +11,8 @@ import typer
 from rich.markup import escape
 
 from testtime.commands.options import Device, Limit, Seed, Shuffle, flag, pairs
-from testtime.devices import find_device
+from testtime.errors import InputError
 from testtime.terminal import err, progress
-from testtime.types import InputError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,6 +60,7 @@ def report(
     """
     import torch
 
+    from testtime.devices import find_device
     from testtime.features import Features
     from testtime.files import check_place, write_atomic
     from testtime.report import gather, html

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import torch
 
@@ -46,7 +48,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def load_encoder(name: str, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> Encoder:
-    """The encoder of that name on `device`, computing in `dtype` (float32 if left out).
+    """The encoder of that name on `device`, computing in `dtype`: if left out, float32, and on a GPU float16.
 
     Whatever the precision inside, features come back as float32 unit rows.
 
@@ -59,7 +61,51 @@ def load_encoder(name: str, device: str | torch.device = "cpu", dtype: torch.dty
         raise _unknown(name, prefix)
     if dtype not in (None, *DTYPES):
         raise SettingError(f"Encoders compute in float32, float16 or bfloat16; got {dtype}.")
-    return load(ENCODERS[prefix].factory)(rest, find_device(device), dtype or torch.float32)
+    where = find_device(device)
+    usual = torch.float16 if where.type == "cuda" else torch.float32
+    return load(ENCODERS[prefix].factory)(rest, where, dtype or usual)
+
+
+class Deferred:
+    """An encoder by its name, loaded when something is first asked of it but its name and device.
+
+    `announce` is a context in which it is loaded.
+
+    >>> encoder = Deferred("tiny")
+    >>> encoder.name, encoder.is_loaded, encoder.dim, encoder.is_loaded
+    ('tiny', False, 32, True)
+    """
+
+    def __init__(
+        self, name: str, device: str | torch.device = "cpu", announce: Callable[[], Any] = nullcontext
+    ) -> None:
+        prefix = name.partition(":")[0]
+        if prefix not in ENCODERS:
+            raise _unknown(name, prefix)
+        self.name, self.device, self._announce = name, find_device(device), announce
+        self._loaded: Encoder | None = None
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether it has been needed."""
+        return self._loaded is not None
+
+    @property
+    def loaded(self) -> Encoder:
+        """The encoder itself."""
+        if self._loaded is None:
+            with self._announce():
+                self._loaded = load_encoder(self.name, self.device)
+            self.name = self._loaded.name
+        return self._loaded
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loaded, name)
+
+
+def needed(encoder: Encoder) -> Encoder:
+    """The encoder itself, loaded if it was deferred."""
+    return encoder.loaded if isinstance(encoder, Deferred) else encoder
 
 
 def describe() -> list[tuple[str, str]]:

@@ -28,9 +28,11 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from testtime import contexts
 from testtime.encoders.hub import answers
 from testtime.encoders.inputs import check_pixels, check_texts
-from testtime.types import InputError, MissingPart
+from testtime.encoding import vit
+from testtime.types import Context, InputError, MissingPart
 from testtime.views import Preprocess
 
 TEXT_BATCH = 256  # sentences encoded at once
@@ -111,10 +113,20 @@ class DualEncoder:
         if len(pixels) == 0:
             return torch.zeros(0, self.dim, device=self.device)
         with torch.inference_mode():
-            pixels = pixels.to(self.device, self.dtype)
-            images = {"pixel_values": pixels} if self.patch is None else _patches(pixels, self.patch)
-            features = normalize(_pooled(self.model.get_image_features(**images)).float(), dim=-1)
+            features = normalize(self._features(pixels.to(self.device, self.dtype)).float(), dim=-1)
         return features.clone()  # out of inference mode, so that methods can take gradients around it
+
+    def image_tower(self) -> Callable[[Tensor], Tensor]:
+        """From normalised pixels to features, as a GPU likes it; see `types.DeviceEncoder`."""
+        return vit.tower(vit.from_transformers(self.model), self._features, self.preprocess.size)
+
+    def soft_prompts(self, classnames: Sequence[str], words: str, chunk: int) -> Context:
+        """Prompts whose first words are free; see `types.PromptEncoder`."""
+        return contexts.transformers_prompts(self, classnames, words, chunk)
+
+    def _features(self, pixels: Tensor) -> Tensor:
+        images = {"pixel_values": pixels} if self.patch is None else _patches(pixels, self.patch)
+        return _pooled(self.model.get_image_features(**images))
 
     def encode_texts(self, texts: Sequence[str]) -> Tensor:
         """Unit features of sentences: n texts -> (n, D) float32, on the encoder's device."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
+from testtime import contexts
 from testtime.encoders.inputs import check_pixels, check_texts
-from testtime.types import InputError, MissingPart
+from testtime.types import Context, InputError, MissingPart
 from testtime.views import Preprocess
 
 SHARE = 0.5  # w: how much of an image's squared length is the visual feature
@@ -81,16 +82,27 @@ class Offline:
         if len(pixels) == 0:
             return torch.zeros(0, self.dim, device=self.device)
         with torch.inference_mode():
-            maps = self.network.forward_features(pixels.to(self.device, self.dtype, memory_format=torch.channels_last))
-            visual = self.network.forward_head(maps, pre_logits=True)  # (B, 1280)
-            likeliest = self.network.classifier(visual).float().softmax(dim=1).topk(TOP)
-            conse = (likeliest.values[..., None] * self.imagenet[likeliest.indices]).sum(dim=1)  # (B, 384)
-            parts = [
-                (1 - SHARE) ** 0.5 * normalize(conse, dim=1),
-                SHARE**0.5 * normalize(visual.float(), dim=1),
-            ]
-            features = normalize(torch.cat(parts, dim=1), dim=1)
+            features = normalize(self._features(pixels.to(self.device, self.dtype)), dim=1)
         return features.clone()  # out of inference mode, so that methods can take gradients around it
+
+    def image_tower(self) -> Callable[[Tensor], Tensor]:
+        """From normalised pixels to features; see `types.DeviceEncoder`."""
+        return self._features
+
+    def soft_prompts(self, classnames: Sequence[str], words: str, chunk: int) -> Context:
+        """Prompts whose first words are free; see `types.PromptEncoder`."""
+        return contexts.offline_prompts(self, classnames, words, chunk)
+
+    def _features(self, pixels: Tensor) -> Tensor:
+        maps = self.network.forward_features(pixels.to(memory_format=torch.channels_last))
+        visual = self.network.forward_head(maps, pre_logits=True)  # (B, 1280)
+        likeliest = self.network.classifier(visual).float().softmax(dim=1).topk(TOP)
+        conse = (likeliest.values[..., None] * self.imagenet[likeliest.indices]).sum(dim=1)  # (B, 384)
+        parts = [
+            (1 - SHARE) ** 0.5 * normalize(conse, dim=1),
+            SHARE**0.5 * normalize(visual.float(), dim=1),
+        ]
+        return torch.cat(parts, dim=1)
 
     def encode_texts(self, texts: Sequence[str]) -> Tensor:
         """Unit features of sentences: n texts -> (n, D) float32, on the encoder's device; no visual part."""

@@ -57,9 +57,9 @@ class Base:
             logits[row], state = self.step(task, state, views)
         return logits, state
 
-    def learned(self, before: Any, after: Any) -> bool:
-        """Whether anything in the state changed."""
-        return any(not torch.equal(old, new) for old, new in zip(leaves(before), leaves(after), strict=True))
+    def learned(self, before: Any, after: Any) -> Tensor:
+        """Whether anything in the state changed: () bool."""
+        return differ(before, after)
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """Scores as a distribution: the softmax, unless a method's scores are something else."""
@@ -80,6 +80,13 @@ def leaves(state: Any) -> list[Tensor]:
     if isinstance(state, Tensor):
         return [state]
     return [leaf for part in state for leaf in leaves(part)]
+
+
+def differ(before: Any, after: Any) -> Tensor:
+    """Whether two states, or parts of states, differ in any number: () bool, on their device, not looked at."""
+    pairs = zip(leaves(before), leaves(after), strict=True)
+    changed = [(old != new).any() for old, new in pairs if old is not new]
+    return torch.stack(changed).any() if changed else torch.zeros((), dtype=torch.bool)
 
 
 def require(condition: bool, name: str, value: object, wanted: str) -> None:

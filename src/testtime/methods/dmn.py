@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from testtime import ops
-from testtime.methods.base import Base, require
+from testtime.methods.base import Base, differ, require
 from testtime.types import Task
 
 
@@ -109,9 +109,9 @@ class DMN(Base):
         memory_logits = task.scale * (ops.unit(vector) @ clean)
         return (task.scale * cosine).softmax(0), memory_logits.softmax(0)
 
-    def learned(self, before: State, after: State) -> bool:
+    def learned(self, before: State, after: State) -> Tensor:
         """Whether the memory took the image in."""
-        return not torch.equal(before.entropy, after.entropy)
+        return differ(before.entropy, after.entropy)
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """Weighted sums of probabilities, brought to a sum of one."""

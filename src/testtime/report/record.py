@@ -67,7 +67,7 @@ class Record:
         if self._tracer:
             place = find_spec("sklearn") is not None if place is None else place
             queues = queue_map(self.method.name, self.method.moments, None, self.method.predictions, place)
-        views = self.session.views if self.session.variations is None else 2 * self.session.views - 1
+        views = self.session.plan.total
         task, runners = self.session.task, [self.baseline, self.method]
         if self.session.method.name == BASELINE:
             runners = [self.baseline]

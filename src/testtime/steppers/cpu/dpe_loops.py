@@ -1,4 +1,4 @@
-"""One step of DPE's fast twin as compiled loops: arrays in, arrays filled. C classes, D features, V views, M slots.
+"""One step of DPE as compiled loops: arrays in, arrays filled. C classes, D features, V views, M slots.
 
 C' is C, rounded up to whole lines of the cache: products are quicker where each row begins with one.
 
@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import prange
 
-from testtime.fast.blas import across, product, product_of_transposed
-from testtime.fast.loops import (
+from testtime.steppers.cpu.gemm import across, product, product_of_transposed
+from testtime.steppers.cpu.loops import (
     Array,
     compiled,
     dot,
     exp,
     filled,
-    length_of,
+    length_at,
     log,
     push,
     spike,
@@ -75,6 +75,19 @@ class Room(NamedTuple):
     share: Array  # (1,), of the way towards the nudged ones that text prototypes go
 
 
+class Kept(NamedTuple):
+    """What a look without learning changes and puts back, and where it puts what it computes anew."""
+
+    label: Array  # (1,), whose row follows; below 0 where none has changed
+    keys: Array  # (M, D)
+    cost: Array  # (M,)
+    visual: Array  # (D,)
+    numbers: Array  # (2,), its length and height
+    flags: Array  # (2,) bool, whether it was seen, and whether the pull was stale
+    text_pull: Array  # (C, D), or (0, D) until there is a look
+    visual_pull: Array  # (C, D), or (0, D)
+
+
 class Settings(NamedTuple):
     """Numbers of the run's precision, and switches."""
 
@@ -93,10 +106,10 @@ class Settings(NamedTuple):
     keep: int  # views
     prompt_count: int
     threads: int
-    shared_by: int  # threads that a product is spread over; 1: as many as torch has
     keeps_below: bool
     evolves: bool
     renormalise: bool
+    looks: bool  # the state is left as it was
 
 
 LOWEST = -1e30  # stands for minus infinity
@@ -313,26 +326,21 @@ def _by_text(start: int, stop: int, text: Side, room: Room, settings: Settings, 
         over, cosine = _nudge(c, vectors, pull, length[c], weight[c], near[c], feature, probe, soft, rate, out)
         logits[c] += settings.scale * cosine
         if len(evolved):
-            square = probe.dtype.type(0)
             for d in range(len(out)):
-                number = vectors[c, d] + share * (out[d] * over - vectors[c, d])
-                evolved[c, d] = number
-                square += number * number
-            evolved_length[c] = math.sqrt(square)
+                evolved[c, d] = vectors[c, d] + share * (out[d] * over - vectors[c, d])
+            evolved_length[c] = length_at(evolved, c)
             if settings.renormalise:
-                over, square = one / evolved_length[c], probe.dtype.type(0)
+                over = one / evolved_length[c]
                 for d in range(len(out)):
-                    number = evolved[c, d] * over
-                    evolved[c, d] = number
-                    square += number * number
-                evolved_length[c] = math.sqrt(square)
+                    evolved[c, d] *= over
+                evolved_length[c] = length_at(evolved, c)
 
 
 @compiled
 def measure(side: Side) -> None:
     """Fill in the lengths of a set of prototypes."""
     for c in range(len(side.vectors)):
-        side.length[c] = length_of(side.vectors[c])
+        side.length[c] = length_at(side.vectors, c)
 
 
 @compiled
@@ -383,8 +391,45 @@ def enqueue(label: int, price: Any, run: Run, feature: Array) -> bool:
         mean[d] = total / count
     for d in range(len(run.columns)):
         run.columns[d, label] = mean[d]
-    run.visual.length[label] = length_of(mean)
+    run.visual.length[label] = length_at(run.visual.vectors, label)
     return True
+
+
+@compiled
+def keep(label: int, run: Run, kept: Kept) -> None:
+    """Note what `enqueue` may change."""
+    kept.label[0] = label
+    kept.keys[:], kept.cost[:], kept.visual[:] = run.keys[label], run.cost[label], run.visual.vectors[label]
+    kept.numbers[0], kept.numbers[1] = run.visual.length[label], run.height[label]
+    kept.flags[0], kept.flags[1] = run.seen[label], run.stale[0]
+
+
+@compiled
+def put_back(run: Run, kept: Kept) -> None:
+    """The run as it was when `keep` noted it."""
+    label = kept.label[0]
+    run.keys[label], run.cost[label], run.visual.vectors[label] = kept.keys, kept.cost, kept.visual
+    for d in range(len(run.columns)):
+        run.columns[d, label] = kept.visual[d]
+    run.visual.length[label], run.height[label] = kept.numbers[0], kept.numbers[1]
+    run.seen[label], run.stale[0] = kept.flags[0], kept.flags[1]
+
+
+@compiled
+def beside(run: Run, kept: Kept) -> Run:
+    """The run with other memory for the pull of its alignment."""
+    text, visual = run.text, run.visual
+    text = Side(text.vectors, text.length, kept.text_pull, text.weight, text.cosine, text.evolved, text.evolved_length)
+    visual = Side(
+        visual.vectors,
+        visual.length,
+        kept.visual_pull,
+        visual.weight,
+        visual.cosine,
+        visual.evolved,
+        visual.evolved_length,
+    )
+    return Run(text, visual, run.columns, run.keys, run.cost, run.height, run.seen, run.updates, run.stale)
 
 
 @compiled
@@ -408,7 +453,7 @@ def slopes(run: Run, room: Room, settings: Settings, steepness: Any) -> None:
 
 
 @compiled
-def meet(views: Array, run: Run, room: Room, settings: Settings) -> tuple[bool, Any]:
+def meet(views: Array, run: Run, room: Room, kept: Kept, settings: Settings) -> tuple[bool, Any]:
     """Take in one image's views (V, D), whose products with the text prototypes are in `room.logits`.
 
     Whether a queue took the image, and AdamW's eps in the units of the slopes, which are left at the sides.
@@ -421,6 +466,8 @@ def meet(views: Array, run: Run, room: Room, settings: Settings) -> tuple[bool, 
             label = c
 
     # evolve the visual prototypes
+    if settings.looks:
+        keep(label, run, kept)
     taken = enqueue(label, real(entropy * settings.per_nat), run, room.feature)
     if taken:
         run.seen[label], run.height[label], run.stale[0] = True, settings.alpha, True
@@ -438,12 +485,12 @@ def align(run: Run, room: Room, settings: Settings) -> None:
     """Compute the pull of the alignment anew: three products of C x C x D."""
     text, visual, classes = run.text, run.visual, len(room.factor)
     similarity = room.similarity[:, :classes]
-    product(text.vectors, run.columns[:, :classes], similarity, settings.shared_by)
+    product(text.vectors, run.columns[:, :classes], similarity, settings.threads)
     for c in range(classes):
         room.factor[c] = similarity.dtype.type(1) / text.length[c]
     rows(REPEL, classes, run, room, settings, settings.sharpness, room.factor)
-    product(similarity, visual.vectors, text.pull, settings.shared_by)
-    product_of_transposed(similarity, text.vectors, visual.pull, settings.shared_by)
+    product(similarity, visual.vectors, text.pull, settings.threads)
+    product_of_transposed(similarity, text.vectors, visual.pull, settings.threads)
     run.stale[0] = False
 
 
@@ -467,27 +514,33 @@ def evolved(side: Side) -> Side:
 
 
 @compiled
-def step(views: Array, run: Run, room: Room, settings: Settings, logits: Array) -> tuple[bool, bool]:
+def step(views: Array, run: Run, room: Room, kept: Kept, settings: Settings, logits: Array) -> tuple[bool, bool]:
     """Fill `logits` (C,) for one image's views (V, D); whether a queue took it, and whether text prototypes evolve."""
-    across(views, run.text.vectors, room.logits, settings.shared_by)
-    taken, soft = meet(views, run, room, settings)
-    if run.stale[0] and settings.align_weight > 0:
-        align(run, room, settings)
+    across(views, run.text.vectors, room.logits, settings.threads)
+    taken, soft = meet(views, run, room, kept, settings)
+    here = beside(run, kept) if settings.looks and taken else run
+    if here.stale[0] and settings.align_weight > 0:
+        align(here, room, settings)
     if len(room.moved):  # views are chosen again
-        rows(AGAIN, len(room.moved), run, room, settings, soft, room.factor)
-        across(views, room.moved, room.logits, settings.shared_by)
-        confident(views, room.length, run, room, settings, room.probe)
-    return taken, settle(soft, run, room, settings, logits)
+        rows(AGAIN, len(room.moved), here, room, settings, soft, room.factor)
+        across(views, room.moved, room.logits, settings.threads)
+        confident(views, room.length, here, room, settings, room.probe)
+    evolves = settle(soft, here, room, settings, logits)
+    if settings.looks:
+        if taken:
+            put_back(run, kept)
+        return False, False
+    return taken, evolves
 
 
 @compiled
-def scan(stream: Array, run: Run, room: Room, settings: Settings, logits: Array, learned: Array) -> None:
+def scan(stream: Array, run: Run, room: Room, kept: Kept, settings: Settings, logits: Array, learned: Array) -> None:
     """Steps over N images (N, V, D), with the logits (N, C) and whether each was `learned` from (N,).
 
     After an odd number of evolutions the text prototypes lie in `run.text.evolved`.
     """
     for n in range(len(stream)):
-        taken, evolves = step(stream[n], run, room, settings, logits[n])
+        taken, evolves = step(stream[n], run, room, kept, settings, logits[n])
         if evolves:
             run.updates[0] += 1
             run.stale[0] = True

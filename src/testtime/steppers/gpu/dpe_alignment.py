@@ -1,4 +1,4 @@
-"""Kernels of `testtime.fast.fused`, in Triton: how DPE's alignment pulls the prototypes, as three launches.
+"""Kernels of `testtime.steppers.gpu.dpe`, in Triton: how DPE's alignment pulls the prototypes, as three launches.
 
 Three products of C x C x D. What they give is a function of the prototypes alone, so they return at once unless it is
 `stale`, and in runs without alignment. A sum may be split in SPLIT parts, for more programs; whoever reads the result
@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from testtime.fast.fused_kernels import ALIGN_WEIGHT, GRADE, LOWEST, SHARPNESS, number, product, store_parts
+from testtime.steppers.gpu.dpe_kernels import ALIGN_WEIGHT, GRADE, LOWEST, SHARPNESS, number, product, store_parts
 
 
 @triton.jit

@@ -19,7 +19,7 @@ import torch
 from numba import prange, types
 from numba.extending import overload
 
-from testtime.fast.loops import Array, compiled, spread
+from testtime.steppers.cpu.loops import Array, compiled, spread
 
 PRODUCTS = "sgemm_", "dgemm_"
 OWN_THREADS = "MKL_Set_Num_Threads_Local"  # how many the library takes for calls of this thread; gives those before

@@ -1,4 +1,4 @@
-"""What the compiled loops of fast twins share: how they are compiled, arithmetic, and the parts of a sorted row.
+"""What the compiled loops share: how they are compiled, arithmetic, and the parts of a sorted row.
 
 Loops take arrays and fill arrays. Rows are worked off one after the other, so the numbers of a class do not depend on
 its neighbours. The first call in a new environment compiles for some seconds; the result is kept on disk.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib import import_module
 from typing import Any
 
@@ -20,14 +20,18 @@ from numba.extending import overload
 from numpy.typing import NDArray
 from torch import Tensor
 
+from testtime.steppers import ALIGNMENT, example, laid
+from testtime.types import Task
+
 Array = NDArray[Any]
 
-LINE = 64  # bytes of the cache that come together
+LINE = ALIGNMENT  # bytes of a cache line
 
 OPTIONS: dict[str, Any] = {"cache": True, "nogil": True, "error_model": "numpy"}
 # sums may be taken in any order, for vector instructions; NaN and infinity keep their meaning
 LOOSE = {"reassoc", "contract", "arcp", "nsz"}
 compiled = njit(**OPTIONS, fastmath=LOOSE)
+exactly = njit(**OPTIONS)  # each operation rounds for itself, in the order written
 # over threads, and only where it says prange
 ELSE = ("comprehension", "fusion", "inplace_binop", "numpy", "reduction", "setitem", "stencil")
 spread = njit(**OPTIONS, fastmath=LOOSE, parallel={"prange": True} | dict.fromkeys(ELSE, False))
@@ -48,6 +52,9 @@ except ImportError:  # numba's own may not
 @contextlib.contextmanager
 def threads(count: int) -> Iterator[None]:
     """Let loops that are called from here spread their work over `count` threads, as far as there are so many."""
+    if count == 1:  # nothing is asked of the pool
+        yield
+        return
     before = get_num_threads()
     with _turn:
         set_num_threads(max(1, min(count, config.NUMBA_NUM_THREADS)))
@@ -71,6 +78,43 @@ def owned(tensor: Tensor) -> Array:
     array = aligned(*numbers.shape, dtype=numbers.dtype)
     array[...] = numbers
     return array
+
+
+def copied(array: Array) -> Tensor:
+    """A tensor of its own with the numbers of an array."""
+    return torch.from_numpy(array).clone()
+
+
+@contextlib.contextmanager
+def unchanged(arrays: Iterable[Array], row: int) -> Iterator[None]:
+    """Put a row of each array back to what it was, once the block has ended."""
+    before = [(array, array[row].copy()) for array in arrays]
+    yield
+    for array, kept in before:
+        array[row] = kept
+
+
+class ByImage:
+    """What steppers share that go through a stream image by image: subclasses have `_step`."""
+
+    task: Task
+
+    def step(self, views: Tensor) -> tuple[Tensor, Tensor]:
+        logits, learned = self._step(laid(views), False)
+        return logits, torch.tensor(learned)
+
+    def scan(self, stream: Tensor) -> Tensor:
+        return torch.stack([self.step(views)[0] for views in stream], 1)
+
+    def peek(self, views: Tensor) -> Tensor:
+        return self._step(laid(views), True)[0]
+
+    def warm_up(self, views: int) -> None:
+        self.peek(example(self.task, views))
+
+    def _step(self, views: Tensor, looks: bool) -> tuple[Tensor, list[bool]]:
+        """Logits (S, C) and which runs learned; where it only `looks`, the state is left as it was."""
+        raise NotImplementedError
 
 
 def _layout(kind: Any) -> tuple[bool, Any, Any, Any]:
@@ -177,11 +221,29 @@ def dot(one: Array, other: Array) -> Any:
     return total
 
 
-@compiled
-def length_of(row: Array) -> Any:
-    """The length of a row; 1 for a zero row."""
-    square = dot(row, row)
-    return row.dtype.type(math.sqrt(square)) if square > 0 else row.dtype.type(1)
+@exactly
+def length_at(rows: Array, place: int) -> Any:
+    """The length of a row of a matrix; 1 for a zero row.
+
+    Its sum is taken in an order that is written down, so that a length that is kept beside a prototype and one that is
+    found anew after loading are the same bits, whatever a compiler makes of the loops around them.
+    """
+    zero = rows.dtype.type(0)
+    a, b, c, d, e, f, g, h = zero, zero, zero, zero, zero, zero, zero, zero
+    whole = rows.shape[1] // 8 * 8
+    for k in range(0, whole, 8):
+        a += rows[place, k] * rows[place, k]
+        b += rows[place, k + 1] * rows[place, k + 1]
+        c += rows[place, k + 2] * rows[place, k + 2]
+        d += rows[place, k + 3] * rows[place, k + 3]
+        e += rows[place, k + 4] * rows[place, k + 4]
+        f += rows[place, k + 5] * rows[place, k + 5]
+        g += rows[place, k + 6] * rows[place, k + 6]
+        h += rows[place, k + 7] * rows[place, k + 7]
+    for k in range(whole, rows.shape[1]):
+        a += rows[place, k] * rows[place, k]
+    square = ((a + e) + (c + g)) + ((b + f) + (d + h))
+    return rows.dtype.type(math.sqrt(square)) if square > 0 else rows.dtype.type(1)
 
 
 @compiled

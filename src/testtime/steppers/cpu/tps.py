@@ -1,6 +1,6 @@
 """TPS on the CPU in one pass: each class's prototype is shifted, used and forgotten while it is in a cache.
 
-What it does beyond `methods.tps`, the twin that reads like the paper: the directions of the text prototypes, from which
+What it does beyond `methods.tps`, which reads like the paper: the directions of the text prototypes, from which
 every image starts anew, are kept; and of the shifts, which are as large as the prototypes, nothing is written down. One
 step of AdamW from zero, in double as there. S settings side by side, R confident views, C classes, D features.
 """
@@ -14,23 +14,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from testtime import fast, ops
-from testtime.fast.loops import Array, compiled, dot
+from testtime import ops
 from testtime.methods.tps import TPS, State
+from testtime.steppers.cpu.loops import Array, ByImage, compiled, dot
 from testtime.types import Task
 
 
-class Runner(fast.Runner):
-    """S runs of TPS over one stream; see `fast.Runner`."""
+class Stepper(ByImage):
+    """S runs of TPS over one stream; see `steppers.Stepper`."""
 
-    def __init__(self, task: Task, methods: Sequence[TPS], states: Sequence[State] | None = None) -> None:
+    def __init__(self, task: Task, methods: Sequence[TPS], states: Sequence[State]) -> None:
         self.task, self.methods, self.text = task, methods, task.text.numpy()
         self.at = ops.prototypes(task.text.double())
         self.rates = np.array([method.lr if method.steps else 0.0 for method in methods])
         self.eps = np.array([method.adamw_eps for method in methods])
 
-    def step(self, views: Tensor) -> tuple[Tensor, list[bool]]:
-        """Logits (S, C) for one image's unit views (V, D); no run learns from it."""
+    def _step(self, views: Tensor, looks: bool) -> tuple[Tensor, list[bool]]:
         task, direction = self.task, self.at.direction
         logits = views.new_empty(len(self.methods), task.classes)
         every = views.double()
@@ -43,9 +42,11 @@ class Runner(fast.Runner):
         answer(self.text, *(part.numpy() for part in (*self.at, slope.T.contiguous(), rows, views[0])), *numbers)
         return logits, [False] * len(self.methods)
 
-    def states(self) -> list[State]:
+    def snapshot(self) -> list[State]:
+        return [State() for _ in self.methods]  # nothing is remembered
+
+    def restore(self, states: Sequence[State]) -> None:
         """Nothing is remembered."""
-        return [State() for _ in self.methods]
 
 
 @compiled

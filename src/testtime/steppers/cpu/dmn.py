@@ -1,6 +1,6 @@
 """DMN-ZS on the CPU without copies: a memory that changes a slot at a time, read once for each image.
 
-What it does beyond `methods.dmn`, the twin that reads like the paper:
+What it does beyond `methods.dmn`, which reads like the paper:
 
 - a memory that takes an image in changes one slot, in place;
 - a class's vector is made and used while its memories are in a cache, so the memory, 100 MB at 1000 classes, is read
@@ -20,25 +20,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from testtime import fast
-from testtime.fast.loops import Array, compiled, dot, owned
 from testtime.methods.dmn import DMN, State
+from testtime.steppers.cpu.loops import Array, ByImage, compiled, copied, dot, owned, unchanged
 from testtime.types import Task
 
 
-class Runner(fast.Runner):
-    """S runs of DMN-ZS over one stream; see `fast.Runner`."""
+class Stepper(ByImage):
+    """S runs of DMN-ZS over one stream; see `steppers.Stepper`."""
 
-    def __init__(self, task: Task, methods: Sequence[DMN], states: Sequence[State] | None = None) -> None:
+    def __init__(self, task: Task, methods: Sequence[DMN], states: Sequence[State]) -> None:
         self.task, self.methods, self.text = task, methods, task.text.numpy()
-        states = states or [method.init(task) for method in methods]
-        self.features = [owned(state.features) for state in states]  # (C, M, D) each
-        self.entropy = [owned(state.entropy) for state in states]  # (C, M) each
-        self.used = [_used(entropy) for entropy in self.entropy]  # (C,) each
         self.remembers = any(method.memory_size for method in methods)
+        self.restore(states)
 
-    def step(self, views: Tensor) -> tuple[Tensor, list[bool]]:
-        """Scores (S, C) for one image's unit views (V, D), and which runs learned from it."""
+    def _step(self, views: Tensor, looks: bool) -> tuple[Tensor, list[bool]]:
         task, clean = self.task, views[0].numpy()
         cosine = task.text @ views[0]
         label, entropy = 0, cosine.new_tensor(math.inf)  # what no memory takes
@@ -47,13 +42,15 @@ class Runner(fast.Runner):
             label, entropy = int(vote.argmax()), -(vote * (vote + 1e-8).log()).sum()
         text_prob = (task.scale * cosine).softmax(0)
         logits = text_prob.new_empty(len(self.methods), task.classes)
-        # 1. the memory keeps the clean view; nothing before this line changes it
-        memories = list(zip(self.features, self.entropy, self.used, strict=True))
-        learned = [remember(*memory, label, clean, entropy.numpy()[()]) for memory in memories]
-        # 2. the class vectors that this image reads from it
-        for method, (features, _, used), row in zip(self.methods, memories, logits.numpy(), strict=True):
-            numbers = (row.dtype.type(number) for number in (method.beta, task.scale))
-            read(features, used, self.text, clean, cosine.numpy(), *numbers, row)
+        learned = []
+        for method, memory, row in zip(self.methods, self.memories, logits.numpy(), strict=True):
+            with unchanged(memory if looks else (), label):
+                # 1. the memory keeps the clean view; nothing before this line changes it
+                learned.append(remember(*memory, label, clean, entropy.numpy()[()]))
+                # 2. the class vectors that this image reads from it
+                features, _, used = memory
+                numbers = (row.dtype.type(number) for number in (method.beta, task.scale))
+                read(features, used, self.text, clean, cosine.numpy(), *numbers, row)
         # 3. both classifiers
         scores = [
             method.fusion_text * text_prob + method.fusion_memory * row.softmax(0)
@@ -61,10 +58,12 @@ class Runner(fast.Runner):
         ]
         return torch.stack(scores), learned
 
-    def states(self) -> list[State]:
-        """The state of each run; a copy."""
-        pairs = zip(self.features, self.entropy, strict=True)
-        return [State(*(torch.from_numpy(part.copy()) for part in pair)) for pair in pairs]
+    def snapshot(self) -> list[State]:
+        return [State(copied(features), copied(entropy)) for features, entropy, _ in self.memories]
+
+    def restore(self, states: Sequence[State]) -> None:
+        pairs = [(owned(state.features), owned(state.entropy)) for state in states]  # (C, M, D), (C, M)
+        self.memories = [(features, entropy, _used(entropy)) for features, entropy in pairs]
 
 
 def _used(entropy: Array) -> Array:

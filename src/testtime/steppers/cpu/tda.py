@@ -1,6 +1,6 @@
 """TDA on the CPU without copies: caches that change a row at a time, asked slot by slot.
 
-What it does beyond `methods.tda`, the twin that reads like the paper:
+What it does beyond `methods.tda`, which reads like the paper:
 
 - a cache that takes an image in changes one row, in place;
 - the classes that a negative item speaks on are listed when it is taken in. They are few, as each has more than
@@ -21,10 +21,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from testtime import fast, ops
+from testtime import ops
 from testtime.bank import Bank
-from testtime.fast.loops import Array, compiled, dot, filled, make_room, owned, push, rank
 from testtime.methods.tda import TDA, State
+from testtime.steppers.cpu.loops import (
+    Array,
+    ByImage,
+    compiled,
+    copied,
+    dot,
+    filled,
+    make_room,
+    owned,
+    push,
+    rank,
+    unchanged,
+)
 from testtime.types import Task
 
 
@@ -56,19 +68,16 @@ class Numbers(NamedTuple):
     neg_mask_upper: Any
 
 
-class Runner(fast.Runner):
-    """S runs of TDA over one stream; see `fast.Runner`."""
+class Stepper(ByImage):
+    """S runs of TDA over one stream; see `steppers.Stepper`."""
 
-    def __init__(self, task: Task, methods: Sequence[TDA], states: Sequence[State] | None = None) -> None:
+    def __init__(self, task: Task, methods: Sequence[TDA], states: Sequence[State]) -> None:
         self.task, self.methods = task, methods
-        states = states or [method.init(task) for method in methods]
         real = task.text.numpy().dtype.type
         self.numbers = [Numbers(*(real(getattr(method, name)) for name in Numbers._fields)) for method in methods]
-        self.positive = [Positive(*map(owned, state.positive)) for state in states]
-        self.negative = [_negative(*pair) for pair in zip(states, self.numbers, strict=True)]
+        self.restore(states)
 
-    def step(self, views: Tensor) -> tuple[Tensor, list[bool]]:
-        """Logits (S, C) for one image's unit views (V, D), and which runs learned from it."""
+    def _step(self, views: Tensor, looks: bool) -> tuple[Tensor, list[bool]]:
         task = self.task
         # 1. the image as the mean of its confident views
         feature, view_logits = ops.confident_mean(views, task.zero_shot(views), self.methods[0].selection)
@@ -83,24 +92,28 @@ class Runner(fast.Runner):
         # from here on caches change, and nothing can fail half way
         learned = []
         for s, row in enumerate(logits.numpy()):
-            # 2. offer it to its class's positive cache, and if it is moderately uncertain to the negative one
-            numbers = self.numbers[s]
-            taken = push(*self.positive[s], *offer[:3])
-            if moderate[s]:
-                taken |= push_negative(*self.negative[s], *offer, numbers.neg_mask_lower, numbers.neg_mask_upper)
-            learned.append(taken)
-            # 3. zero-shot logits, raised by the positive cache and lowered by the negative one
-            add(*self.positive[s], offer[1], numbers.pos_alpha, numbers.pos_beta, row)
-            subtract(*self.negative[s], offer[1], numbers.neg_alpha, numbers.neg_beta, row)
+            changing = (*self.positive[s], *self.negative[s]) if looks else ()
+            with unchanged(changing, label):
+                # 2. offer it to its class's positive cache, and if it is moderately uncertain to the negative one
+                numbers = self.numbers[s]
+                taken = push(*self.positive[s], *offer[:3])
+                if moderate[s]:
+                    taken |= push_negative(*self.negative[s], *offer, numbers.neg_mask_lower, numbers.neg_mask_upper)
+                learned.append(taken)
+                # 3. zero-shot logits, raised by the positive cache and lowered by the negative one
+                add(*self.positive[s], offer[1], numbers.pos_alpha, numbers.pos_beta, row)
+                subtract(*self.negative[s], offer[1], numbers.neg_alpha, numbers.neg_beta, row)
         return logits, learned
 
-    def states(self) -> list[State]:
-        """The state of each run; a copy."""
-        found = []
-        for positive, negative in zip(self.positive, self.negative, strict=True):
-            keys, cost, probs = (torch.from_numpy(part.copy()) for part in negative[:3])
-            found.append(State(Bank(*(torch.from_numpy(part.copy()) for part in positive)), Bank(keys, cost), probs))
-        return found
+    def snapshot(self) -> list[State]:
+        return [
+            State(Bank(*map(copied, positive)), Bank(*map(copied, negative[:2])), copied(negative.probs))
+            for positive, negative in zip(self.positive, self.negative, strict=True)
+        ]
+
+    def restore(self, states: Sequence[State]) -> None:
+        self.positive = [Positive(*map(owned, state.positive)) for state in states]
+        self.negative = [_negative(*pair) for pair in zip(states, self.numbers, strict=True)]
 
 
 def _negative(state: State, numbers: Numbers) -> Negative:

@@ -4,7 +4,7 @@ A launch is for S runs side by side, which differ in their settings: one of them
 differ in is read from a table, and no tile or argument depends on S, so a run's numbers are bit for bit those it has
 alone.
 
-What it does beyond `methods.dpe`, the twin that reads like the paper:
+What it does beyond `methods.dpe`, which reads like the paper:
 
 - a step is few kernels, each of which does all that can be done before programs must wait for one another;
 - lengths of prototypes, and their directions in half-precision parts, are kept beside the state: a queue that takes
@@ -12,23 +12,25 @@ What it does beyond `methods.dpe`, the twin that reads like the paper:
 - the pull of the alignment loss, three C x C x D products, is a function of the prototypes alone. Its kernels return
   at once where no prototype has changed since they last ran: exact, not approximate.
 
-The kernels are in `fused_kernels` and `fused_alignment`. What is kept follows from the state alone, by one arithmetic
+The kernels are in `dpe_kernels` and `dpe_alignment`. What is kept follows from the state alone, by one arithmetic
 wherever it is computed, so a run that is saved and loaded goes on as it would have.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from testtime import ops
-from testtime.fast import forms
-from testtime.fast.abreast import State
-from testtime.methods.dpe import DPE
+from testtime.bank import Bank
+from testtime.capture import reason, warn_once
+from testtime.methods.base import leaves
+from testtime.methods.dpe import DPE, State
+from testtime.steppers import forms
+from testtime.steppers.gpu import graph
 from testtime.types import Task
 
 MOST_VIEWS = 256  # every two are compared in one program
@@ -58,20 +60,33 @@ SMALL: dict[str, dict[str, int]] = {
 }
 
 
-def fits(methods: Sequence[Any], task: Task, views: int) -> bool:
-    """Whether there is such a step for the methods side by side, on tasks and numbers of views of this shape."""
-    return (
-        all(type(method) is DPE and forms.fits(method) for method in methods)  # a class derived may do something else
-        and 1 <= len(methods) <= MOST_RUNS
-        and len({forms.shape(method) for method in methods}) == 1
-        and methods[0].queue > 0
-        and not methods[0].multi_view_prediction
-        and task.text.dtype == torch.float32
-        and task.text.is_contiguous()
-        and 1 < task.classes <= MOST_CLASSES
-        and 1 <= views <= MOST_VIEWS
-        and find_spec("triton") is not None
-    )
+def fits(task: Task) -> bool:
+    """Whether the kernels are written for a task's shape and precision."""
+    return task.text.dtype == torch.float32 and task.classes <= MOST_CLASSES
+
+
+class Stepper(graph.Stepper):
+    """S runs of DPE over one stream, by its own kernels, captured; see `steppers.Stepper`."""
+
+    def _make(self, views: int) -> graph.Body:
+        if views <= MOST_VIEWS and len(self.methods) <= MOST_RUNS:
+            try:
+                body = Kernels(self.methods, self.task, views)  # type: ignore[arg-type]
+                body.step(self._views[0], torch.empty_like(body.answer))  # compiles them
+                return body
+            except Exception as error:  # a compiler fails in its own ways, and there may be no room for buffers
+                warn_once(f"The kernels of '{self.name}' cannot be launched, and it runs slower ({reason(error)}).")
+        return super()._make(views)
+
+
+class Stacked(NamedTuple):
+    """The states of S runs."""
+
+    text: Tensor  # (S, C, D)
+    updates: Tensor  # (S,)
+    keys: Tensor  # (S, C, M, D)
+    cost: Tensor  # (S, C, M)
+    visual: Tensor  # (S, C, D)
 
 
 def room(task: Task) -> int:
@@ -82,18 +97,18 @@ def room(task: Task) -> int:
     return parts + pulls + moved + similarity + misplaced
 
 
-class Fused:
-    """Steps of S methods side by side that move `state` on in place, for images of so many views; see `fits`.
+class Kernels:
+    """Steps of S methods side by side, for images of so many views: what `graph.Stepper` captures."""
 
-    Whoever writes to the state in between calls `refresh` before the next step.
-    """
+    def __init__(self, methods: Sequence[DPE], task: Task, views: int) -> None:
+        from testtime.steppers.gpu import dpe_alignment, dpe_kernels
 
-    def __init__(self, methods: Sequence[DPE], task: Task, state: State, views: int) -> None:
-        from testtime.fast import fused_alignment, fused_kernels
-
-        self.kernels, self.alignment = fused_kernels, fused_alignment
-        self.method, self.runs = methods[0], len(methods)  # all agree with the first in `forms.shape`
-        self.task, self.state = task, state
+        self.kernels, self.alignment = dpe_kernels, dpe_alignment
+        self.method, self.runs = methods[0], len(methods)  # all agree with the first in `forms.DPE_TOGETHER`
+        self.task = task
+        state = self.state = Stacked(*map(torch.stack, zip(*(leaves(m.init(task)) for m in methods), strict=True)))
+        self.answer = task.text.new_zeros(self.runs, task.classes)
+        self.learned = torch.zeros(self.runs, dtype=torch.int32, device=task.text.device)
         self.count, self.keep = views, ops.kept(views, self.method.selection)
         numbers = forms.numbers(task, methods)
         self.numbers = task.text.new_tensor(list(zip(*numbers, strict=True)))  # (S, K)
@@ -145,16 +160,25 @@ class Fused:
         self.seen.copy_((state.cost[:, :, 0] < torch.inf).sum(1))
         self.stale.fill_(1)
 
-    def step(self, views: Tensor, out: Tensor) -> None:
-        """Write the logits of one image's views (V, D) to `out` (S, C), and move the state on."""
+    def step(self, views: Tensor, logits: Tensor) -> None:
         with _on(views.device):
             self._choose(views)
             self._push()
             if self.pulled:
                 self._pull()
-            self._answer(views, out)
+            self._answer(views, logits)
             if self.evolves:
                 self._evolve()
+
+    def snapshot(self) -> list[State]:
+        text, updates, keys, cost, visual = (part.clone() for part in self.state)
+        return [State(text[run], updates[run], Bank(keys[run], cost[run]), visual[run]) for run in range(self.runs)]
+
+    def restore(self, states: Sequence[State]) -> None:
+        for place, values in zip(self.state, zip(*map(leaves, states), strict=True), strict=True):
+            for run, value in enumerate(values):
+                place[run].copy_(value)
+        self.refresh()
 
     def _choose(self, views: Tensor) -> None:
         tile, shape = self.tiles["view_logits"], self.shape
@@ -167,6 +191,7 @@ class Fused:
         )
         self.kernels.choose[(self.parts, self.runs)](
             *(views, self.view_logits, self.view_summaries, self.feature, self.logit, self.votes, self.labels),
+            self.learned,
             *(self.view_blocks, self.count, self.keep, shape["classes"], shape["dim"], self.tall),
             **self.tiles["choose"],
         )
@@ -175,7 +200,7 @@ class Fused:
         state, slots = self.state, self.method.queue
         self.kernels.push[(self.blocks, self.runs)](
             *(self.feature, self.logit, self.votes, self.labels, state.keys, state.cost, state.visual),
-            *(self.visual_length, self.visual_parts, self.boost, self.summaries, self.seen, self.stale),
+            *(self.visual_length, self.visual_parts, self.boost, self.summaries, self.seen, self.stale, self.learned),
             *(self.numbers, self.parts),
             **self.shape,
             SLOTS=slots,
@@ -224,7 +249,7 @@ class Fused:
         state = self.state
         self.kernels.evolve[(self.blocks, self.runs)](
             *(state.text, self.text_length, self.text_parts, self.moved, self.moved_length, self.answers),
-            *(state.updates, self.updates_before, self.stale, self.numbers),
+            *(state.updates, self.updates_before, self.stale, self.learned, self.numbers),
             **self.shape,
             BLOCKS=_round(self.blocks),
             **self.rows,

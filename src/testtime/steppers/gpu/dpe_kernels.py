@@ -1,4 +1,4 @@
-"""The kernels of `testtime.fast.fused`, in Triton: a step of DPE but for its alignment, as five launches.
+"""The kernels of `testtime.steppers.gpu.dpe`, in Triton: a step of DPE but for its alignment, as five launches.
 
 S runs, C classes, D features, V views, M slots. A launch is for all runs, and its last axis says which one a program is
 of: in 64 bits, since the buffers of many have more places than 32 bits count. A program finds its run's slices first;
@@ -6,7 +6,7 @@ shapes below are of these. A softmax over classes is spread over programs, so ea
 its own classes and the next kernel merges them: the highest value, the sum of exp(value - highest), and the sum of
 (value - highest) exp(value - highest), from which follow its normaliser and its entropy. They are in float64: where
 one class has nearly all, an entropy and its slope are what is left of numbers that nearly cancel. Large products are
-made of half-precision parts as in `testtime.fast.products`: three products of two parts each, summed in float32.
+made of half-precision parts as in `halves`: three products of two parts each, summed in float32.
 Buffers of parts are padded with zeros to whole tiles, so that products need no masks.
 
 No program reads what another one of the same launch writes. Runs side by side are the slowest axis of a grid; every
@@ -21,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from testtime.fast.forms import Numbers
+from testtime.steppers.forms import Numbers
 
 LOWEST: tl.constexpr = tl.constexpr(-1e30)  # stands for minus infinity, and unlike it gives no NaN times zero
 GRADE: tl.constexpr = tl.constexpr(1024.0)  # keeps small parts where half precision has all its digits
@@ -178,13 +178,14 @@ def view_logits(
 
 @triton.jit(do_not_specialize=["count", "keep"])
 def choose(
-    views, logits, summaries, feature, logit, votes, labels, blocks, count, keep, classes, dim, tall,
+    views, logits, summaries, feature, logit, votes, labels, learned, blocks, count, keep, classes, dim, tall,
     VIEWS: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """Some of the mean feature (D,) and the mean logit (C,) of the `keep` views of lowest entropy.
 
     Of its classes a program leaves the vote's entropy and the highest mean logit in `votes` (2, parts), and whose it
-    is in `labels` (parts,). Every program chooses for itself: it is quicker than to wait for one that does.
+    is in `labels` (parts,). Nothing is `learned` yet. Every program chooses for itself: it is quicker than to wait for
+    one that does.
     """
     part, parts = tl.program_id(0), tl.num_programs(0)
     run = tl.program_id(1).to(tl.int64)
@@ -238,6 +239,8 @@ def choose(
     tl.store(votes + part, -tl.sum(vote * tl.log(tl.where(vote > 0, vote, 1.0)), 0))
     tl.store(votes + parts + part, best)
     tl.store(labels + part, tl.min(tl.where(is_class & (mean == best), place, classes - 1), 0))
+    if part == 0:
+        tl.store(learned + run, 0)
 
 
 # 2. evolve the visual prototypes
@@ -245,7 +248,7 @@ def choose(
 
 @triton.jit
 def push(
-    feature, logit, votes, labels, keys, cost, visual, lengths, visual_parts, boosts, summaries, seen, stale,
+    feature, logit, votes, labels, keys, cost, visual, lengths, visual_parts, boosts, summaries, seen, stale, learned,
     numbers, parts, classes, dim, tall, wide,
     SLOTS: tl.constexpr, SLOTS_ROUND: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
@@ -303,6 +306,7 @@ def push(
         tl.store(visual + label * dim + column, mean, mask=inside)
         tl.store(seen, tl.load(seen) + is_first.to(tl.int32))
         tl.store(stale, 1)
+        tl.store(learned + run, 1)
         known = known | (rows == label)
         tile = tl.where((rows == label)[:, None], mean[None, :], tile)
     length, directions = _directed(tile)
@@ -323,7 +327,7 @@ def push(
 @triton.jit
 def _nudged(start, length, pulls, side, rows, column, pulled, tall, wide, weight, image, soft, rate,
             SPLIT: tl.constexpr):  # fmt: skip
-    """Rows (R, D) after one step of AdamW from zero residuals on `start`: as in `testtime.fast.kernels`."""
+    """Rows (R, D) after one step of AdamW from zero residuals on `start`: as in `testtime.steppers.cpu.dpe_loops`."""
     slope = weight[:, None] * image[None, :]
     for part in tl.static_range(SPLIT):
         place = pulls + ((side * SPLIT + part) * tall + rows[:, None]) * wide + column[None, :]
@@ -410,7 +414,7 @@ def answer(
 
 @triton.jit
 def evolve(
-    text, lengths, text_parts, moved, moved_lengths, answers, updates, updates_before, stale,
+    text, lengths, text_parts, moved, moved_lengths, answers, updates, updates_before, stale, learned,
     numbers, classes, dim, tall, wide,
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
@@ -446,3 +450,4 @@ def evolve(
     if tl.program_id(0) == 0:
         tl.store(updates + run, before + 1)
         tl.store(stale + run, 1)
+        tl.store(learned + run, 1)

@@ -1,10 +1,10 @@
 """Views on a GPU: the crops of an image as matrix products, and AugMix over all views at once.
 
-What is random comes from `testtime.fast.draw`, so a view is the one that Pillow makes, up to rounding.
+What is random comes from `testtime.encoding.draw`, so a view is the one that Pillow makes, up to rounding.
 Resizing is separable and linear: for each view there is a matrix that resamples rows and one that resamples
 columns, with Pillow's weights, and the crops of an image are two products. Of AugMix's nine operations five move
 pixels by an affine map and four change grey levels by a table, so a step of all chains is one of each.
-On a GPU with Triton, `testtime.fast.pixels` does the same in a few kernels for all images together.
+On a GPU with Triton, `testtime.encoding.gpu_pixels` does the same in a few kernels for all images together.
 
 Pixels here are grey levels from 0 to 255; whole numbers, but for what AugMix has mixed. The plain twin is
 `testtime.views.views`.
@@ -24,8 +24,8 @@ from PIL import Image
 from torch import Tensor
 
 from testtime import views as plain
-from testtime.fast.capture import reason, warn_once
-from testtime.fast.draw import Drawn, draw, entries
+from testtime.capture import reason, warn_once
+from testtime.encoding.draw import Drawn, draw, entries
 from testtime.images import as_rgb
 from testtime.types import InputError
 from testtime.views import CHAINS, Operation, Preprocess, ViewParameters
@@ -116,7 +116,7 @@ def _by_kernels(
     if _broken:
         return False
     try:
-        from testtime.fast import pixels
+        from testtime.encoding import gpu_pixels as pixels
 
         if short:
             axes = np.stack([_axes(pictures[row].shape, sampled[row], preprocess) for row in short])

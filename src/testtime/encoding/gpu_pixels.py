@@ -1,4 +1,4 @@
-"""The crops and AugMix of `testtime.fast.views` as a few Triton kernels, each for all views of all images at once.
+"""The crops and AugMix of `gpu_views` as a few Triton kernels, each for all views of all images at once.
 
 Crops are Pillow's to the last bit: its two passes, in its whole numbers of 22 bits. AugMix takes two kernels for
 each step of the chains, one that builds the tables of operations that look at the whole picture and one that
@@ -19,14 +19,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from testtime.fast.draw import NAMES, NOTHING, STEPS, Mixes
+from testtime.encoding.draw import NAMES, NOTHING, STEPS, Mixes
 from testtime.views import CHAINS
 
 # as Pillow computes: a sum is rounded after its product
 ROUNDED: dict[str, Any] = {"enable_fp_fusion": False}
 BUDGET = 2**30  # bytes for rows resampled across, beyond which images are done one after another
 
-# Columns of an axis of a view: those of `testtime.fast.views.Axis`, and of the image it is taken from
+# Columns of an axis of a view: those of `testtime.encoding.gpu_views.Axis`, and of the image it is taken from
 START, LENGTH, RATIO, FIRST, TOTAL, SUPPORT, MIRRORED, REACH, OFFSET, WIDTH, VIEW = range(11)
 AXIS: tl.constexpr = tl.constexpr(11)
 
@@ -38,7 +38,7 @@ EQUAL: tl.constexpr = tl.constexpr(3)
 MASK: tl.constexpr = tl.constexpr(4)
 INVERT: tl.constexpr = tl.constexpr(5)
 KINDS = {"autocontrast": STRETCH, "equalize": EQUAL, "posterize": MASK, "solarize": INVERT}
-SHORT: tl.constexpr = tl.constexpr(0.01)  # as in `testtime.fast.views`
+SHORT: tl.constexpr = tl.constexpr(0.01)  # as in `testtime.encoding.gpu_views`
 
 
 def crop(pictures: Sequence[Tensor], axes: np.ndarray, reach: np.ndarray, out: Tensor, rows: Sequence[int]) -> None:

@@ -1,0 +1,1 @@
+"""One encoding stream: from images to features, ahead of the adaptation."""

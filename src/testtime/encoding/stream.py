@@ -1,0 +1,295 @@
+"""One encoding stream: from images to features, ahead of whoever takes them.
+
+    images -> read -> views -> encode -> unit features, in the order of the input
+
+Images are read by threads. On a CPU Pillow makes the views, and each thread encodes blocks of them by itself. On a GPU,
+for an encoder that offers its tower (`types.DeviceEncoder`), views are made there, on a CUDA stream of their own.
+Memory is bounded, and an image that cannot be used is reported in its turn.
+
+The features of an image depend on the image, the seed, its index, the encoder and the device alone: every block that is
+encoded has a fixed shape, and an image has its place in it by its index. So a stream that is cut, resumed or sharded
+gives the same bits.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from itertools import chain, count, groupby
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+
+import torch
+from torch import Tensor
+
+from testtime.encoders import needed
+from testtime.features import checked_views, refuse_views, unit_views
+from testtime.threads import workers
+from testtime.types import DeviceEncoder, Encoder, InputError, StoredImage, ViewPlan
+
+if TYPE_CHECKING:
+    from testtime.encoding.compiled import Compiled
+    from testtime.encoding.draw import Drawn
+
+ROWS = 8  # views that a thread of the CPU encodes at a time
+LAUNCH = 64  # views that a GPU encodes at a time, or those of one image where it has more
+MOST = 16  # images of few views that wait for one another on a GPU
+AHEAD = 2  # launches before the first is asked for
+
+Source = Any  # a path or what else holds an image's bytes, a Pillow image, pixels (H, W, 3) uint8; or features
+
+_drawing = threading.Lock()  # a source of variations need not bear several threads
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Encoded:
+    """One image of a stream: its features, or why there are none."""
+
+    index: int  # its place in the input
+    source: Source
+    features: Tensor | None  # (V, D) unit rows
+    error: InputError | None = None
+
+
+def stream(
+    encoder: Encoder | None,
+    images: Iterable[Source],
+    plan: ViewPlan,
+    *,
+    indices: Iterable[int] | None = None,
+    like: Tensor | None = None,
+) -> Iterator[Encoded]:
+    """The features of each image, in order; `indices` are their places in the input, by default from 0 on.
+
+    They have the precision and the device of `like`, or else those that the encoder gives. Features that are given in
+    place of images, (D,) or (V, D), only pass through.
+
+    >>> import testtime as tt
+    >>> from PIL import Image
+    >>> photographs = [Image.new("RGB", (60, 40), colour) for colour in ("red", "blue")]
+    >>> for image in stream(tt.load_encoder("tiny"), photographs, ViewPlan(count=4)):
+    ...     print(image.index, tuple(image.features.shape))
+    0 (4, 32)
+    1 (4, 32)
+    """
+    numbered: Iterator[tuple[int, Source]] = zip(count() if indices is None else indices, images, strict=False)
+    head = next(numbered, None)
+    if head is None:
+        return
+    numbered = chain([head], numbered)
+    if isinstance(head[1], Tensor) and head[1].is_floating_point():
+        yield from _given(numbered, like)
+    elif encoder is None:
+        raise InputError("This session has no encoder; give features, or make it with Session(..., encoder=).")
+    elif plan.variations is None and on_device(encoder := needed(encoder)):
+        yield from _Device(encoder, plan, like).run(numbered)
+    else:
+        yield from _by_threads(encoder, numbered, plan, like)
+
+
+def on_device(encoder: Encoder) -> TypeGuard[DeviceEncoder]:
+    """Whether views are made and encoded where the encoder is: on a GPU, if it offers its tower."""
+    return isinstance(encoder, DeviceEncoder) and encoder.device.type == "cuda"
+
+
+def _given(numbered: Iterator[tuple[int, Any]], like: Tensor | None) -> Iterator[Encoded]:
+    for index, views in numbered:
+        rows = views[None] if views.ndim == 1 else views
+        yield _unit(index, views, rows, like)
+
+
+def _unit(index: int, source: Source, rows: Tensor, like: Tensor | None) -> Encoded:
+    """Features made unit rows, or refused."""
+    try:
+        return Encoded(index, source, unit_views(rows[None], rows if like is None else like, index)[0])
+    except InputError as error:
+        return Encoded(index, source, None, error)
+
+
+def _opened(source: Source) -> Any:
+    """A Pillow image of a source."""
+    from PIL import Image
+
+    from testtime.images import read_image
+
+    if isinstance(source, str | StoredImage):
+        return read_image(source)
+    if isinstance(source, Tensor):
+        from testtime.encoding.gpu_views import as_picture
+
+        return Image.fromarray(as_picture(source).cpu().numpy())
+    return source
+
+
+# On the CPU
+
+
+def _by_threads(
+    encoder: Encoder, numbered: Iterator[tuple[int, Source]], plan: ViewPlan, like: Tensor | None
+) -> Iterator[Encoded]:
+    threads = torch.get_num_threads()
+    pool, waiting = workers(threads, flush=True), deque[tuple[int, Source, Future[list[Future[Tensor]]]]]()
+    ahead = 2 + 2 * threads * ROWS // max(plan.total, ROWS)  # images in work: enough for all, few enough for the memory
+    try:
+        while True:
+            while len(waiting) < ahead and (entry := next(numbered, None)) is not None:
+                waiting.append((*entry, pool.submit(_prepare, pool, encoder, plan, *entry)))
+            if not waiting:
+                return
+            index, source, blocks = waiting.popleft()
+            try:
+                rows = torch.cat([block.result() for block in blocks.result()])
+            except InputError as error:
+                yield Encoded(index, source, None, error)
+                continue
+            yield _unit(index, source, rows, like)
+    finally:
+        for _, _, blocks in waiting:
+            blocks.cancel()
+
+
+def _prepare(
+    pool: ThreadPoolExecutor, encoder: Encoder, plan: ViewPlan, index: int, source: Source
+) -> list[Future[Tensor]]:
+    """Read one image and make its views; blocks of them are encoded by whoever is free."""
+    from testtime.views import views
+
+    image = _opened(source)
+    pixels = views(image, plan.count, encoder.preprocess, seed=plan.seed, index=index, augmix=plan.augmix)
+    if plan.variations is not None:
+        from testtime.diffusion import variation_views
+
+        with _drawing:
+            pixels = torch.cat([pixels, variation_views(encoder.preprocess, image, plan, index)])
+    return [pool.submit(encoder.encode_images, block) for block in pixels.split(ROWS)]
+
+
+# On a GPU
+
+
+class _Read(NamedTuple):
+    """One image as threads leave it."""
+
+    number: int  # its index
+    pixels: Tensor  # (H, W, 3) uint8
+    drawn: Drawn  # what is random about its views
+
+
+class _Device:
+    """Images read by threads, and views made and encoded on the device ahead of the caller."""
+
+    def __init__(self, encoder: DeviceEncoder, plan: ViewPlan, like: Tensor | None) -> None:
+        self.encoder, self.plan, self.like = encoder, plan, like
+        self.together = max(1, min(MOST, LAUNCH // plan.count))  # images to a launch
+        self.compiled = _compiled(encoder, self.together * plan.count)
+        self.side = _side(encoder.device) if encoder.device.type == "cuda" else None
+
+    def run(self, numbered: Iterator[tuple[int, Source]]) -> Iterator[Encoded]:
+        pool = workers(max(2, min(16, os.cpu_count() or 1)))
+        groups = (list(group) for _, group in groupby(numbered, lambda entry: entry[0] // self.together))
+        reading: deque[list[tuple[int, Source, Future[_Read]]]] = deque()
+        launched: deque[tuple[list[Encoded], Tensor | None, torch.cuda.Event | None]] = deque()
+        try:
+            while True:
+                wanted = AHEAD + max(1, 16 // self.together)
+                while len(reading) < wanted and (group := next(groups, None)) is not None:
+                    reading.append([(*entry, pool.submit(self._read, *entry)) for entry in group])
+                if reading and len(launched) <= AHEAD:
+                    launched.append(self._launch(reading.popleft()))
+                elif launched:
+                    yield from self._landed(*launched.popleft())
+                else:
+                    return
+        finally:
+            for _, _, future in chain.from_iterable(reading):
+                future.cancel()
+
+    def _read(self, index: int, source: Source) -> _Read:
+        from testtime.encoding.draw import draw
+        from testtime.encoding.gpu_views import as_picture
+
+        picture = as_picture(source if isinstance(source, Tensor) else _opened(source))
+        extent = picture.shape[1], picture.shape[0]
+        plan, size = self.plan, self.encoder.preprocess.size
+        drawn = draw(extent, plan.count, size, seed=plan.seed, index=index, augmix=plan.augmix)
+        return _Read(index, picture.pin_memory() if self.side and not picture.is_cuda else picture, drawn)
+
+    def _launch(
+        self, group: Sequence[tuple[int, Source, Future[_Read]]]
+    ) -> tuple[list[Encoded], Tensor | None, torch.cuda.Event | None]:
+        """A group whose features are on their way, which of them are usable (n,), and the event of their arrival."""
+        entries, reads = [], []
+        for index, source, future in group:
+            try:
+                reads.append(future.result())
+                entries.append(Encoded(index, source, None))
+            except InputError as error:
+                entries.append(Encoded(index, source, None, error))
+        if not reads:
+            return entries, None, None
+        if self.side is None:
+            features, good = self._features(reads)
+            return _filled(entries, features), good, None
+        caller = torch.cuda.current_stream(self.encoder.device)
+        self.side.wait_stream(caller)
+        with torch.cuda.stream(self.side):
+            features, good = self._features(reads)
+            good = good.to("cpu", non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        features.record_stream(caller)  # its memory is not to be used again before the caller is done with it
+        return _filled(entries, features), good, event
+
+    def _features(self, reads: Sequence[_Read]) -> tuple[Tensor, Tensor]:
+        """Unit features (n, V, D), and whether they are: (n,)."""
+        from testtime.encoding.gpu_views import grey_views
+
+        device = self.encoder.device
+        pictures = [read.pixels.to(device, non_blocking=True) for read in reads]
+        grey = grey_views(pictures, [read.drawn for read in reads], self.encoder.preprocess)
+        places = [read.number % self.together for read in reads]
+        if places != list(range(self.together)):  # others have no image: theirs are black
+            whole = grey.new_zeros(self.together, *grey.shape[1:])
+            whole[places] = grey
+            grey = whole
+        features = self.compiled.encode(grey.flatten(0, 1)).unflatten(0, (self.together, -1))
+        return checked_views(features[places], features if self.like is None else self.like)
+
+    def _landed(self, entries: list[Encoded], good: Tensor | None, event: torch.cuda.Event | None) -> list[Encoded]:
+        """A group once its features are there; what no method can use has become an error."""
+        if event is not None:
+            event.synchronize()  # the launches behind it keep the GPU busy
+        usable = iter([] if good is None else good.tolist())
+        return [entry if entry.features is None or next(usable) else _refused(entry) for entry in entries]
+
+
+def _filled(entries: list[Encoded], features: Tensor) -> list[Encoded]:
+    rows = iter(features)
+    return [e if e.error else Encoded(e.index, e.source, next(rows)) for e in entries]
+
+
+def _refused(entry: Encoded) -> Encoded:
+    assert entry.features is not None
+    return Encoded(entry.index, entry.source, None, refuse_views(entry.features[None], entry.index))
+
+
+@cache
+def _side(device: torch.device) -> torch.cuda.Stream:
+    """The CUDA stream on which views are made and encoded; the same for all, since each keeps memory of its own."""
+    return torch.cuda.Stream(device)
+
+
+_COMPILED: dict[tuple[int, int], tuple[Encoder, Compiled]] = {}
+
+
+def _compiled(encoder: DeviceEncoder, rows: int) -> Compiled:
+    """The encoder captured for so many rows, made once."""
+    from testtime.encoding.compiled import Compiled
+
+    if (id(encoder), rows) not in _COMPILED:
+        _COMPILED[id(encoder), rows] = encoder, Compiled(encoder, rows)
+    return _COMPILED[id(encoder), rows][1]

@@ -1,0 +1,248 @@
+"""CLIP's vision transformer as products of matrices and little else, for a GPU to run from a graph.
+
+The same sums as the model's own layers, in fewer passes over memory, and nothing to compile but two small kernels:
+
+- queries, keys and values are one product; a sum of the residual stream is part of the product before it, and the
+  biases that belong there ride along as one vector until a norm reads it;
+- a norm, and an activation, is one kernel each, in float32 inside;
+- of the last block only the class token is needed, so only its query, projection and MLP are computed.
+
+`from_open_clip` and `from_transformers` say which models it understands; each is compared with the model itself before
+it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+WIDE = 4096  # numbers to a program of the activation
+
+
+class Norm(NamedTuple):
+    weight: Tensor
+    bias: Tensor
+    eps: float
+
+
+class Block(NamedTuple):
+    """One residual block: weights (out, in) as `nn.Linear` has them."""
+
+    norm1: Norm
+    qkv: Tensor  # (3W, W)
+    qkv_bias: Tensor
+    out: Tensor  # (W, W)
+    out_bias: Tensor
+    norm2: Norm
+    up: Tensor  # (4W, W)
+    up_bias: Tensor
+    down: Tensor  # (W, 4W)
+    down_bias: Tensor
+
+
+class Weights(NamedTuple):
+    """A vision transformer whose feature is its class token's, projected."""
+
+    patch: Tensor  # (W, 3, P, P)
+    start: Tensor  # (W,), the class token
+    places: Tensor  # (T, W)
+    before: Norm
+    blocks: tuple[Block, ...]
+    after: Norm
+    project: Tensor  # (W, D)
+    heads: int
+    quick: bool  # QuickGELU
+
+
+class Tower:
+    """Features (B, D) of normalised pixels (B, 3, H, W)."""
+
+    def __init__(self, weights: Weights) -> None:
+        self.weights = weights
+        width = weights.patch.shape[0]
+        self.patch = weights.patch.flatten(1).contiguous()  # (W, 3 P P)
+        self.kernels = None
+        if weights.patch.is_cuda and find_spec("triton") is not None:
+            from testtime.encoding import vit_kernels
+
+            self.kernels = vit_kernels
+        # the biases of the residual stream so far, at each norm
+        offset = weights.patch.new_zeros(width)
+        self.offsets = [offset]
+        for block in weights.blocks:
+            self.offsets += [offset := offset + block.out_bias, offset := offset + block.down_bias]
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        weights, count = self.weights, len(pixels)
+        x = self._embedded(pixels)  # (B, T, W)
+        tokens, width = x.shape[1:]
+        x = x.flatten(0, 1)
+        *blocks, last = weights.blocks
+        offsets = iter(self.offsets)
+        for block in blocks:
+            y = F.linear(self._norm(x, next(offsets), block.norm1), block.qkv, block.qkv_bias)
+            q, k, v = y.view(count, tokens, 3, weights.heads, -1).permute(2, 0, 3, 1, 4)
+            y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(-1, width)
+            x = torch.addmm(x, y, block.out.T)
+            x = self._mlp(x, next(offsets), block)
+        y = self._norm(x, next(offsets), last.norm1)
+        first = y.view(count, tokens, width)[:, 0]
+        q = F.linear(first, last.qkv[:width], last.qkv_bias[:width]).view(count, 1, weights.heads, -1).transpose(1, 2)
+        kv = F.linear(y, last.qkv[width:], last.qkv_bias[width:]).view(count, tokens, 2, weights.heads, -1)
+        k, v = kv.permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(-1, width)
+        x = torch.addmm(x.view(count, tokens, width)[:, 0], y, last.out.T)
+        x = self._mlp(x, next(offsets), last)
+        return self._norm(x, next(offsets), weights.after) @ weights.project
+
+    def _embedded(self, pixels: Tensor) -> Tensor:
+        """Tokens (B, T, W) of pixels: patches by one product, with their places, normalised."""
+        weights, side = self.weights, self.weights.patch.shape[-1]
+        count, colours, height, width = pixels.shape
+        patches = pixels.view(count, colours, height // side, side, width // side, side).permute(0, 2, 4, 1, 3, 5)
+        tokens = pixels.new_empty(count, len(weights.places), len(self.patch))
+        tokens[:, 0] = weights.start + weights.places[0]
+        products = F.linear(patches.reshape(-1, self.patch.shape[1]), self.patch)
+        torch.add(products.view(count, -1, len(self.patch)), weights.places[1:], out=tokens[:, 1:])
+        return self._norm(tokens.flatten(0, 1), self.offsets[0], weights.before).view_as(tokens)
+
+    def _mlp(self, x: Tensor, offset: Tensor, block: Block) -> Tensor:
+        y = F.linear(self._norm(x, offset, block.norm2), block.up, block.up_bias)
+        return torch.addmm(x, self._activate(y), block.down.T)
+
+    def _norm(self, x: Tensor, offset: Tensor, norm: Norm) -> Tensor:
+        if self.kernels is None:
+            return F.layer_norm(x + offset, x.shape[1:], norm.weight, norm.bias, norm.eps)
+        out, width = torch.empty(x.shape, dtype=x.dtype, device=x.device), x.shape[1]
+        self.kernels.layer_norm[(len(x),)](
+            *(x, offset, norm.weight, norm.bias, out, x.stride(0), width, norm.eps),
+            WIDTH=1 << (width - 1).bit_length(),
+            num_warps=4,
+        )
+        return out
+
+    def _activate(self, x: Tensor) -> Tensor:
+        if self.kernels is None:
+            return x * torch.sigmoid(1.702 * x) if self.weights.quick else F.gelu(x)
+        count = x.numel()
+        self.kernels.activate[(-(-count // WIDE),)](x, count, QUICK=self.weights.quick, BLOCK=WIDE, num_warps=8)
+        return x
+
+
+def tower(weights: Weights | None, plain: Callable[[Tensor], Tensor], size: int) -> Callable[[Tensor], Tensor]:
+    """The tower of these weights, if it gives what the `plain` one does on images of side `size`; else that one."""
+    if weights is None:
+        return plain
+    ours = Tower(weights)
+    noise = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(0)).to(weights.patch)
+    with torch.inference_mode():
+        try:
+            alike = F.cosine_similarity(ours(noise).float(), plain(noise).float()).min()
+        except (RuntimeError, TypeError):
+            return plain
+    return ours if alike > 0.999 else plain
+
+
+def from_open_clip(visual: Any) -> Weights | None:
+    """The weights of open_clip's vision transformer; None where it has parts that `Tower` does not know."""
+    blocks = getattr(getattr(visual, "transformer", None), "resblocks", None)
+    plain = (
+        type(visual).__name__ == "VisionTransformer"
+        and visual.attn_pool is None
+        and visual.pool_type == "tok"
+        and not getattr(visual, "final_ln_after_pool", False)
+        and visual.proj is not None
+        and visual.conv1.bias is None
+        and isinstance(visual.ln_pre, nn.LayerNorm)
+        and visual.positional_embedding.ndim == 2
+    )
+    if not plain or blocks is None or not all(_is_plain(block) for block in blocks):
+        return None
+    dtype = visual.conv1.weight.dtype
+    return Weights(
+        visual.conv1.weight,
+        visual.class_embedding.to(dtype),
+        visual.positional_embedding.to(dtype),
+        _norm(visual.ln_pre),
+        tuple(
+            Block(
+                _norm(block.ln_1),
+                block.attn.in_proj_weight,
+                block.attn.in_proj_bias,
+                block.attn.out_proj.weight,
+                block.attn.out_proj.bias,
+                _norm(block.ln_2),
+                block.mlp.c_fc.weight,
+                block.mlp.c_fc.bias,
+                block.mlp.c_proj.weight,
+                block.mlp.c_proj.bias,
+            )
+            for block in blocks
+        ),
+        _norm(visual.ln_post),
+        visual.proj.to(dtype),
+        blocks[0].attn.num_heads,
+        type(blocks[0].mlp.gelu).__name__ == "QuickGELU",
+    )
+
+
+def _is_plain(block: Any) -> bool:
+    """Whether a block of open_clip is attention and an MLP of four times the width, and nothing else."""
+    return (
+        type(block).__name__ == "ResidualAttentionBlock"
+        and isinstance(block.attn, nn.MultiheadAttention)
+        and isinstance(block.ls_1, nn.Identity)
+        and isinstance(block.ls_2, nn.Identity)
+        and list(dict(block.mlp.named_children())) == ["c_fc", "gelu", "c_proj"]
+        and type(block.mlp.gelu).__name__ in ("GELU", "QuickGELU")
+    )
+
+
+def from_transformers(model: Any) -> Weights | None:
+    """The weights of CLIP's vision transformer in `transformers`; None where it is another kind of model."""
+    vision = getattr(model, "vision_model", None)
+    if type(model).__name__ != "CLIPModel" or vision is None:
+        return None
+    activation = model.config.vision_config.hidden_act
+    if activation not in ("quick_gelu", "gelu"):
+        return None
+    embedded, layers = vision.embeddings, vision.encoder.layers
+
+    def joined(layer: Any, part: str) -> Tensor:
+        attention = layer.self_attn
+        return torch.cat([getattr(getattr(attention, f"{name}_proj"), part) for name in "qkv"])
+
+    return Weights(
+        embedded.patch_embedding.weight,
+        embedded.class_embedding,
+        embedded.position_embedding.weight,
+        _norm(vision.pre_layrnorm),
+        tuple(
+            Block(
+                _norm(layer.layer_norm1),
+                joined(layer, "weight"),
+                joined(layer, "bias"),
+                layer.self_attn.out_proj.weight,
+                layer.self_attn.out_proj.bias,
+                _norm(layer.layer_norm2),
+                layer.mlp.fc1.weight,
+                layer.mlp.fc1.bias,
+                layer.mlp.fc2.weight,
+                layer.mlp.fc2.bias,
+            )
+            for layer in layers
+        ),
+        _norm(vision.post_layernorm),
+        model.visual_projection.weight.T.contiguous(),
+        model.config.vision_config.num_attention_heads,
+        activation == "quick_gelu",
+    )
+
+
+def _norm(layer: Any) -> Norm:
+    return Norm(layer.weight, layer.bias, layer.eps)

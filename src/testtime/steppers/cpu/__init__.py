@@ -1,0 +1,1 @@
+"""Steppers on the CPU: compiled loops."""

@@ -1,0 +1,1 @@
+"""Steppers on a GPU."""

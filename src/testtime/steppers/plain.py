@@ -1,0 +1,74 @@
+"""A method's own steps, one after another: what every other stepper is held to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from testtime.steppers import Stepper, example, laid, laid_rows, laid_state
+from testtime.types import Method, Task
+
+
+class Plain:
+    """One run by the method's own steps; see `steppers.Stepper`."""
+
+    def __init__(self, task: Task, methods: Sequence[Method], states: Sequence[Any]) -> None:
+        self.task, (self.method,) = task, methods
+        self._state: Any = None
+        self.restore(states)
+
+    def step(self, views: Tensor) -> tuple[Tensor, Tensor]:
+        logits, state = self.method.step(self.task, self._state, laid(views))
+        learned = torch.as_tensor(self.method.learned(self._state, state)).reshape(1)
+        self._state = state
+        return logits[None], learned
+
+    def scan(self, stream: Tensor) -> Tensor:
+        if not len(stream) or laid_rows(stream):
+            logits, self._state = self.method.scan(self.task, self._state, stream)
+            return logits[None]
+        # image by image, so that each lies as it does wherever the stream is cut
+        return torch.stack([self.step(views)[0] for views in stream], 1)
+
+    def peek(self, views: Tensor) -> Tensor:
+        return self.method.step(self.task, self._state, laid(views))[0][None]
+
+    def warm_up(self, views: int) -> None:
+        self.peek(example(self.task, views))
+
+    def snapshot(self) -> list[Any]:
+        return [self._state]  # steps are pure: nothing will change it
+
+    def restore(self, states: Sequence[Any]) -> None:
+        (self._state,) = map(laid_state, states)
+
+
+class Row:
+    """Runs that have a stepper each, as one; see `steppers.Stepper`."""
+
+    def __init__(self, steppers: Sequence[Stepper]) -> None:
+        self.steppers = steppers
+
+    def step(self, views: Tensor) -> tuple[Tensor, Tensor]:
+        logits, learned = zip(*(stepper.step(views) for stepper in self.steppers), strict=True)
+        return torch.cat(logits), torch.cat(learned)
+
+    def scan(self, stream: Tensor) -> Tensor:
+        return torch.cat([stepper.scan(stream) for stepper in self.steppers])
+
+    def peek(self, views: Tensor) -> Tensor:
+        return torch.cat([stepper.peek(views) for stepper in self.steppers])
+
+    def warm_up(self, views: int) -> None:
+        for stepper in self.steppers:
+            stepper.warm_up(views)
+
+    def snapshot(self) -> list[Any]:
+        return [state for stepper in self.steppers for state in stepper.snapshot()]
+
+    def restore(self, states: Sequence[Any]) -> None:
+        for stepper, state in zip(self.steppers, states, strict=True):
+            stepper.restore([state])
