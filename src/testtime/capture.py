@@ -27,9 +27,14 @@ _said: set[str] = set()
 _one_at_a_time = threading.Lock()
 
 
-def capture(launch: Callable[[], None], warm_up: Callable[[], None] | None = None) -> torch.cuda.CUDAGraph:
-    """What `launch` puts on the GPU, as a graph. `warm_up`, or it itself, runs first, so it must do no harm."""
-    stream = torch.cuda.Stream()
+def capture(
+    launch: Callable[[], None], warm_up: Callable[[], None] | None = None, priority: int = 0
+) -> torch.cuda.CUDAGraph:
+    """What `launch` puts on the GPU, as a graph. `warm_up`, or it itself, runs first, so it must do no harm.
+
+    Kernels of `priority` -1 go before those of 0 that wait for a processor.
+    """
+    stream = torch.cuda.Stream(priority=priority)
     with _one_at_a_time:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

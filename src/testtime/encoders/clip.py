@@ -12,7 +12,6 @@ has it.
 
 from __future__ import annotations
 
-import copy
 import json
 import pickle
 import warnings
@@ -32,15 +31,15 @@ from open_clip.model import convert_to_custom_text_state_dict
 from open_clip.pretrained import download_pretrained, get_pretrained_cfg, list_pretrained_tags_by_model
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor, nn
-from torch.nn.functional import cosine_similarity, normalize
-from torch.nn.utils.fusion import fuse_conv_bn_eval
+from torch import Tensor
+from torch.nn.functional import normalize
 
 from testtime import contexts
 from testtime.encoders.hub import PATIENCE as PATIENCE
 from testtime.encoders.hub import answers as _answers
 from testtime.encoders.inputs import check_pixels, check_texts
-from testtime.encoding import vit
+from testtime.encoding import resnet, vit
+from testtime.encoding.compiled import faithful
 from testtime.registry import unknown
 from testtime.types import Context, InputError, MissingPart, UnknownName
 from testtime.views import Preprocess
@@ -92,22 +91,8 @@ class OpenClip:
 
     def image_tower(self) -> Callable[[Tensor], Tensor]:
         """From normalised pixels to features, as a GPU likes it; see `types.DeviceEncoder`."""
-        return vit.tower(vit.from_open_clip(self.model.visual), self._plain_tower(), self.preprocess.size)
-
-    def _plain_tower(self) -> Callable[[Tensor], Tensor]:
-        """The model's own tower; convolutions are laid out for tensor cores, and take their norms along."""
-        visual, size = self.model.visual, (1, 3, self.preprocess.size, self.preprocess.size)
-        if sum(isinstance(part, nn.Conv2d) for part in visual.modules()) == 1:
-            return self.model.encode_image
-        folded = folded_norms(copy.deepcopy(visual)).to(memory_format=torch.channels_last)
-
-        def plain(pixels: Tensor) -> Tensor:
-            return folded(pixels.to(memory_format=torch.channels_last))
-
-        noise = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(self.device, self.dtype)
-        with torch.inference_mode():
-            alike = cosine_similarity(plain(noise).float(), self.model.encode_image(noise).float())
-        return plain if alike > 0.999 else self.model.encode_image
+        ours = vit.from_open_clip(self.model.visual) or resnet.from_open_clip(self.model.visual)
+        return faithful(ours, self.model.encode_image, self)
 
     def soft_prompts(self, classnames: Sequence[str], words: str, chunk: int) -> Context:
         """Prompts whose first words are free; see `types.PromptEncoder`."""
@@ -143,17 +128,6 @@ def load(spec: str, device: torch.device, dtype: torch.dtype) -> OpenClip:
     fill(model, checkpoint, architecture)
     preprocess = make_preprocess(looks | {"size": model.visual.image_size})
     return OpenClip(f"open_clip:{spec}", model, tokenizer, preprocess, device, dtype)
-
-
-def folded_norms(network: nn.Module) -> nn.Module:
-    """The network with each batch norm that follows a convolution made part of it, in place."""
-    for parent in list(network.modules()):
-        children = list(parent.named_children())
-        for (name, part), (after, norm) in zip(children, children[1:], strict=False):
-            if isinstance(part, nn.Conv2d) and isinstance(norm, nn.BatchNorm2d):
-                setattr(parent, name, fuse_conv_bn_eval(part, norm))
-                setattr(parent, after, nn.Identity())
-    return network
 
 
 def split(spec: str) -> tuple[str, str]:

@@ -32,6 +32,7 @@ from testtime import contexts
 from testtime.encoders.hub import answers
 from testtime.encoders.inputs import check_pixels, check_texts
 from testtime.encoding import vit
+from testtime.encoding.compiled import faithful
 from testtime.types import Context, InputError, MissingPart
 from testtime.views import Preprocess
 
@@ -118,7 +119,7 @@ class DualEncoder:
 
     def image_tower(self) -> Callable[[Tensor], Tensor]:
         """From normalised pixels to features, as a GPU likes it; see `types.DeviceEncoder`."""
-        return vit.tower(vit.from_transformers(self.model), self._features, self.preprocess.size)
+        return faithful(vit.from_transformers(self.model), self._features, self)
 
     def soft_prompts(self, classnames: Sequence[str], words: str, chunk: int) -> Context:
         """Prompts whose first words are free; see `types.PromptEncoder`."""

@@ -12,10 +12,28 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
+from torch.nn.functional import cosine_similarity, normalize
 
 from testtime.capture import capture, reason, warn_once
 from testtime.types import DeviceEncoder
+
+ALIKE = 0.999  # cosine of features, in half precision, of two ways to compute them
+
+Tower = Callable[[Tensor], Tensor]  # from normalised pixels (B, 3, H, W) to features (B, D)
+
+
+def faithful(ours: Tower | None, plain: Tower, encoder: DeviceEncoder) -> Tower:
+    """Our form of an encoder's tower if there is one and it gives what the `plain` tower gives, else that one."""
+    if ours is None:
+        return plain
+    size = encoder.preprocess.size
+    noise = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(0)).to(encoder.device, encoder.dtype)
+    with torch.inference_mode():
+        try:
+            alike = cosine_similarity(ours(noise).float(), plain(noise).float()).min()
+        except (RuntimeError, TypeError):  # a library without the operation, or a model of another make
+            return plain
+    return ours if alike > ALIKE else plain
 
 
 class Block(NamedTuple):

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 ROWS = 8  # views that a thread of the CPU encodes at a time
 LAUNCH = 64  # views that a GPU encodes at a time, or those of one image where it has more
 MOST = 16  # images of few views that wait for one another on a GPU
+READERS = 4  # threads that read images for a GPU: more would only wait for Python's lock
 AHEAD = 2  # launches before the first is asked for
 
 Source = Any  # a path or what else holds an image's bytes, a Pillow image, pixels (H, W, 3) uint8; or features
@@ -189,7 +190,7 @@ class _Device:
         self.side = _side(encoder.device) if encoder.device.type == "cuda" else None
 
     def run(self, numbered: Iterator[tuple[int, Source]]) -> Iterator[Encoded]:
-        pool = workers(max(2, min(16, os.cpu_count() or 1)))
+        pool = workers(max(2, min(READERS, os.cpu_count() or 1)))
         groups = (list(group) for _, group in groupby(numbered, lambda entry: entry[0] // self.together))
         reading: deque[list[tuple[int, Source, Future[_Read]]]] = deque()
         launched: deque[tuple[list[Encoded], Tensor | None, torch.cuda.Event | None]] = deque()
@@ -252,12 +253,15 @@ class _Device:
         pictures = [read.pixels.to(device, non_blocking=True) for read in reads]
         grey = grey_views(pictures, [read.drawn for read in reads], self.encoder.preprocess)
         places = [read.number % self.together for read in reads]
-        if places != list(range(self.together)):  # others have no image: theirs are black
+        if len(places) < self.together:  # others have no image: theirs are black
             whole = grey.new_zeros(self.together, *grey.shape[1:])
-            whole[places] = grey
+            for place, views in zip(places, grey, strict=True):
+                whole[place] = views
             grey = whole
         features = self.compiled.encode(grey.flatten(0, 1)).unflatten(0, (self.together, -1))
-        return checked_views(features[places], features if self.like is None else self.like)
+        if len(places) < self.together:  # one by one: a list of places would be sent there, and waited for
+            features = torch.stack([features[place] for place in places])
+        return checked_views(features, features if self.like is None else self.like)
 
     def _landed(self, entries: list[Encoded], good: Tensor | None, event: torch.cuda.Event | None) -> list[Encoded]:
         """A group once its features are there; what no method can use has become an error."""

@@ -7,13 +7,12 @@ The same sums as the model's own layers, in fewer passes over memory, and nothin
 - a norm, and an activation, is one kernel each, in float32 inside;
 - of the last block only the class token is needed, so only its query, projection and MLP are computed.
 
-`from_open_clip` and `from_transformers` say which models it understands; each is compared with the model itself before
-it is used.
+`from_open_clip` and `from_transformers` say which models it understands; `compiled.faithful` compares each with the
+model itself before it is used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -88,7 +87,7 @@ class Tower:
             y = F.linear(self._norm(x, next(offsets), block.norm1), block.qkv, block.qkv_bias)
             q, k, v = y.view(count, tokens, 3, weights.heads, -1).permute(2, 0, 3, 1, 4)
             y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(-1, width)
-            x = torch.addmm(x, y, block.out.T)
+            x.addmm_(y, block.out.T)
             x = self._mlp(x, next(offsets), block)
         y = self._norm(x, next(offsets), last.norm1)
         first = y.view(count, tokens, width)[:, 0]
@@ -96,7 +95,7 @@ class Tower:
         kv = F.linear(y, last.qkv[width:], last.qkv_bias[width:]).view(count, tokens, 2, weights.heads, -1)
         k, v = kv.permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(-1, width)
-        x = torch.addmm(x.view(count, tokens, width)[:, 0], y, last.out.T)
+        x = torch.addmm(x.view(count, tokens, width)[:, 0], y, last.out.T)  # of the class tokens alone
         x = self._mlp(x, next(offsets), last)
         return self._norm(x, next(offsets), weights.after) @ weights.project
 
@@ -113,7 +112,7 @@ class Tower:
 
     def _mlp(self, x: Tensor, offset: Tensor, block: Block) -> Tensor:
         y = F.linear(self._norm(x, offset, block.norm2), block.up, block.up_bias)
-        return torch.addmm(x, self._activate(y), block.down.T)
+        return x.addmm_(self._activate(y), block.down.T)
 
     def _norm(self, x: Tensor, offset: Tensor, norm: Norm) -> Tensor:
         if self.kernels is None:
@@ -134,22 +133,8 @@ class Tower:
         return x
 
 
-def tower(weights: Weights | None, plain: Callable[[Tensor], Tensor], size: int) -> Callable[[Tensor], Tensor]:
-    """The tower of these weights, if it gives what the `plain` one does on images of side `size`; else that one."""
-    if weights is None:
-        return plain
-    ours = Tower(weights)
-    noise = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(0)).to(weights.patch)
-    with torch.inference_mode():
-        try:
-            alike = F.cosine_similarity(ours(noise).float(), plain(noise).float()).min()
-        except (RuntimeError, TypeError):
-            return plain
-    return ours if alike > 0.999 else plain
-
-
-def from_open_clip(visual: Any) -> Weights | None:
-    """The weights of open_clip's vision transformer; None where it has parts that `Tower` does not know."""
+def from_open_clip(visual: Any) -> Tower | None:
+    """The tower of open_clip's vision transformer; None where it has parts that `Tower` does not know."""
     blocks = getattr(getattr(visual, "transformer", None), "resblocks", None)
     plain = (
         type(visual).__name__ == "VisionTransformer"
@@ -164,7 +149,7 @@ def from_open_clip(visual: Any) -> Weights | None:
     if not plain or blocks is None or not all(_is_plain(block) for block in blocks):
         return None
     dtype = visual.conv1.weight.dtype
-    return Weights(
+    weights = Weights(
         visual.conv1.weight,
         visual.class_embedding.to(dtype),
         visual.positional_embedding.to(dtype),
@@ -189,6 +174,7 @@ def from_open_clip(visual: Any) -> Weights | None:
         blocks[0].attn.num_heads,
         type(blocks[0].mlp.gelu).__name__ == "QuickGELU",
     )
+    return Tower(weights)
 
 
 def _is_plain(block: Any) -> bool:
@@ -203,8 +189,8 @@ def _is_plain(block: Any) -> bool:
     )
 
 
-def from_transformers(model: Any) -> Weights | None:
-    """The weights of CLIP's vision transformer in `transformers`; None where it is another kind of model."""
+def from_transformers(model: Any) -> Tower | None:
+    """The tower of CLIP's vision transformer in `transformers`; None where it is another kind of model."""
     vision = getattr(model, "vision_model", None)
     if type(model).__name__ != "CLIPModel" or vision is None:
         return None
@@ -217,7 +203,7 @@ def from_transformers(model: Any) -> Weights | None:
         attention = layer.self_attn
         return torch.cat([getattr(getattr(attention, f"{name}_proj"), part) for name in "qkv"])
 
-    return Weights(
+    weights = Weights(
         embedded.patch_embedding.weight,
         embedded.class_embedding,
         embedded.position_embedding.weight,
@@ -242,6 +228,7 @@ def from_transformers(model: Any) -> Weights | None:
         model.config.vision_config.num_attention_heads,
         activation == "quick_gelu",
     )
+    return Tower(weights)
 
 
 def _norm(layer: Any) -> Norm:

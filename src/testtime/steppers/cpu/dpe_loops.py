@@ -20,7 +20,7 @@ from testtime.steppers.cpu.gemm import across, product, product_of_transposed
 from testtime.steppers.cpu.loops import (
     Array,
     compiled,
-    dot,
+    dot_rows,
     exp,
     filled,
     length_at,
@@ -28,6 +28,7 @@ from testtime.steppers.cpu.loops import (
     push,
     spike,
     spread,
+    total,
 )
 
 
@@ -178,19 +179,19 @@ def _some(
 @compiled
 def _spikes(start: int, stop: int, room: Room) -> None:
     """Logits and their entropy for views whose products with prototypes are in `logits`, but for `factor`."""
-    zero = room.factor.dtype.type(0)
     for v in range(start, stop):
         row = room.logits[v]
         for c in range(len(row)):
             row[c] *= room.factor[c]
-        room.top[v], room.total[v], room.entropy[v] = spike(row, zero)
+        room.top[v], room.total[v], room.entropy[v] = spike(row)
 
 
 @compiled
 def _near(start: int, stop: int, visual: Side, room: Room) -> None:
     """Cosines of visual prototypes with the image's feature."""
+    vectors, feature = visual.vectors, room.feature.reshape(1, -1)
     for c in range(start, stop):
-        visual.cosine[c] = dot(visual.vectors[c], room.feature) / visual.length[c]
+        visual.cosine[c] = dot_rows(vectors, c, feature, 0) / visual.length[c]
 
 
 @compiled
@@ -259,43 +260,33 @@ def _nudge(
     rate: Any,
     out: Array,
 ) -> tuple[Any, Any]:
-    """`out` (D,): prototype c nudged; one over its length, and its cosine with the probe.
-
-    Arrays are taken whole: a row of its own would be counted in and out of use, which costs as much as the row does.
-    """
-    zero = probe.dtype.type(0)
-    eps, along, square, product = soft * length, weight * cosine, zero, zero
+    """`out` (1, D): prototype c nudged; one over its length, and its cosine with the probe (1, D)."""
+    eps, along = soft * length, weight * cosine
     if len(pull):
-        for d in range(len(out)):
-            along += vectors[c, d] * pull[c, d]
+        along += dot_rows(vectors, c, pull, c)
         along /= length
-        for d in range(len(out)):
+        for d in range(out.shape[1]):
             start = vectors[c, d]
-            number = _nudged(start, length * pull[c, d] + weight * feature[d] - along * start, eps, rate)
-            out[d] = number
-            square += number * number
-            product += number * probe[d]
+            out[0, d] = _nudged(start, length * pull[c, d] + weight * feature[d] - along * start, eps, rate)
     else:
         along /= length
-        for d in range(len(out)):
+        for d in range(out.shape[1]):
             start = vectors[c, d]
-            number = _nudged(start, weight * feature[d] - along * start, eps, rate)
-            out[d] = number
-            square += number * number
-            product += number * probe[d]
-    over = probe.dtype.type(1 / math.sqrt(square))
-    return over, product * over
+            out[0, d] = _nudged(start, weight * feature[d] - along * start, eps, rate)
+    over = probe.dtype.type(1 / math.sqrt(dot_rows(out, 0, out, 0)))
+    return over, dot_rows(out, 0, probe, 0) * over
 
 
 @compiled
 def _again(start: int, stop: int, text: Side, room: Room, settings: Settings, soft: Any) -> None:
     """Nudged text prototypes, and their lengths."""
     vectors, pull, length, weight, cosine = text.vectors, text.pull, text.length, text.weight, text.cosine
-    feature, probe, moved, rate, out = room.feature, room.probe, room.moved, settings.lr_text, np.empty_like(room.probe)
+    feature, probe, moved, rate = room.feature, room.probe.reshape(1, -1), room.moved, settings.lr_text
+    out = np.empty_like(probe)
     for c in range(start, stop):
         over, _ = _nudge(c, vectors, pull, length[c], weight[c], cosine[c], feature, probe, soft, rate, out)
         room.length[c] = 1 / over
-        moved[c] = out
+        moved[c] = out[0]
 
 
 @compiled
@@ -304,7 +295,8 @@ def _by_visual(
 ) -> None:
     """What nudged visual prototypes give to the logits (C,) of the probe."""
     vectors, pull, length, weight, near = visual.vectors, visual.pull, visual.length, visual.weight, visual.cosine
-    feature, probe, rate, out = room.feature, room.probe, settings.lr_visual, np.empty_like(room.probe)
+    feature, probe, rate = room.feature, room.probe.reshape(1, -1), settings.lr_visual
+    out = np.empty_like(probe)
     one = probe.dtype.type(1)
     for c in range(start, stop):
         logits[c] = 0
@@ -320,18 +312,19 @@ def _by_text(start: int, stop: int, text: Side, room: Room, settings: Settings, 
     That is known once all logits are. But a nudged prototype is quicker to use twice than to make twice.
     """
     vectors, pull, length, weight, near = text.vectors, text.pull, text.length, text.weight, text.cosine
-    feature, probe, rate, out = room.feature, room.probe, settings.lr_text, np.empty_like(room.probe)
+    feature, probe, rate = room.feature, room.probe.reshape(1, -1), settings.lr_text
+    out = np.empty_like(probe)
     evolved, evolved_length, share, one = text.evolved, text.evolved_length, room.share[0], probe.dtype.type(1)
     for c in range(start, stop):
         over, cosine = _nudge(c, vectors, pull, length[c], weight[c], near[c], feature, probe, soft, rate, out)
         logits[c] += settings.scale * cosine
         if len(evolved):
-            for d in range(len(out)):
-                evolved[c, d] = vectors[c, d] + share * (out[d] * over - vectors[c, d])
+            for d in range(out.shape[1]):
+                evolved[c, d] = vectors[c, d] + share * (out[0, d] * over - vectors[c, d])
             evolved_length[c] = length_at(evolved, c)
             if settings.renormalise:
                 over = one / evolved_length[c]
-                for d in range(len(out)):
+                for d in range(out.shape[1]):
                     evolved[c, d] *= over
                 evolved_length[c] = length_at(evolved, c)
 
@@ -367,11 +360,10 @@ def confident(views: Array, length: Array, run: Run, room: Room, settings: Setti
             votes[c] += exp(row[c] - top) * vote
         for d in range(len(view)):
             feature[d] += view[d] * part
-    total, weighted = 0.0, 0.0  # what they miss of 1 by rounding would be as large as a small entropy
+    whole = total(votes)  # what it misses of 1 by rounding would be as large as a small entropy
     for c in range(len(votes)):
-        total += votes[c]
-        weighted += votes[c] * log(votes[c])
-    return math.log(total) - weighted / total
+        room.factor[c] = votes[c] * log(votes[c])
+    return math.log(whole) - total(room.factor) / whole
 
 
 @compiled
@@ -441,8 +433,8 @@ def slopes(run: Run, room: Room, settings: Settings, steepness: Any) -> None:
         text.cosine[c] = room.logit[c] / settings.scale
         visual.weight[c] = run.height[c] * exp(settings.beta * (visual.cosine[c] - one))
         log_p[c] = room.logit[c] + visual.weight[c]
-    top, total, entropy = spike(log_p, 0.0)
-    rest = top + math.log(total)
+    top, whole, entropy = spike(log_p)
+    rest = top + math.log(whole)
     for c in range(len(log_p)):
         log = log_p[c] - rest
         slope = exp(log) * (-entropy - log) * steepness
@@ -503,7 +495,7 @@ def settle(soft: Any, run: Run, room: Room, settings: Settings, logits: Array) -
     # visual prototypes were read last, and text prototypes are read next: so each are found in the cache
     rows(BY_VISUAL, len(logits), run, room, settings, soft, logits)
     rows(BY_TEXT, len(logits), run, room, settings, soft, logits)
-    entropy = spike(logits, 0.0)[2]
+    entropy = spike(logits)[2]
     return settings.evolves and (entropy * settings.per_nat < settings.threshold) == settings.keeps_below
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from numba import config, get_num_threads, njit, set_num_threads, types
-from numba.extending import overload
+from numba.extending import intrinsic, overload
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -27,14 +27,15 @@ Array = NDArray[Any]
 
 LINE = ALIGNMENT  # bytes of a cache line
 
+# Every operation rounds for itself, in the order that is written: no `fastmath`. A function is compiled more than once,
+# inside whoever calls it, and which of these copies runs depends on what a process has loaded before. Copies whose sums
+# a compiler may take in its own order differ in the last bit; so did a run whose loops were just compiled from one that
+# found them on disk. What must be quick is written so that it can become vector instructions as it stands.
 OPTIONS: dict[str, Any] = {"cache": True, "nogil": True, "error_model": "numpy"}
-# sums may be taken in any order, for vector instructions; NaN and infinity keep their meaning
-LOOSE = {"reassoc", "contract", "arcp", "nsz"}
-compiled = njit(**OPTIONS, fastmath=LOOSE)
-exactly = njit(**OPTIONS)  # each operation rounds for itself, in the order written
+compiled = njit(**OPTIONS)
 # over threads, and only where it says prange
 ELSE = ("comprehension", "fusion", "inplace_binop", "numpy", "reduction", "setitem", "stencil")
-spread = njit(**OPTIONS, fastmath=LOOSE, parallel={"prange": True} | dict.fromkeys(ELSE, False))
+spread = njit(**OPTIONS, parallel={"prange": True} | dict.fromkeys(ELSE, False))
 
 # numba's threads start here, because they tell OpenMP how many there are, and that is torch's number too
 _torch_threads = torch.get_num_threads()
@@ -131,6 +132,16 @@ def _ln2(real: Any) -> tuple[Any, Any]:
     return real(high), real(-2.12194440054690583e-4 if single else 1.42860682030941723212e-6)
 
 
+@intrinsic
+def fma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
+    """a * b + c, rounded once."""
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.fma(*arguments)
+
+    return a(a, a, a), build
+
+
 def exp(x: float) -> float:
     """e to the power of x <= 80, to the last two digits; 0 where that is far below rounding beside 1.
 
@@ -140,7 +151,7 @@ def exp(x: float) -> float:
     raise NotImplementedError("for compiled loops")
 
 
-@overload(exp, jit_options={"fastmath": {"contract"}, "error_model": "numpy"})
+@overload(exp, jit_options={"error_model": "numpy"})
 def _exp(x: Any) -> Any:
     # 2**n times a polynomial in what is left
     single, real, whole, digits = _layout(x)
@@ -151,11 +162,11 @@ def _exp(x: Any) -> Any:
     series = tuple(real(1 / math.factorial(k)) for k in range(7 if single else 13, -1, -1))
 
     def of(x: Any) -> Any:
-        n = np.floor(x * per_two + real(0.5))
-        r = (x - n * high) - n * low
+        n = np.floor(fma(x, per_two, real(0.5)))
+        r = fma(n, -low, fma(n, -high, x))
         p = series[0]
         for k in range(1, len(series)):
-            p = p * r + series[k]
+            p = fma(p, r, series[k])
         power = whole((whole(n) + bias) << digits).view(real)
         return p * power if x > lowest else (real(0) if x <= lowest else x)
 
@@ -170,7 +181,7 @@ def log(x: float) -> float:
     raise NotImplementedError("for compiled loops")
 
 
-@overload(log, jit_options={"fastmath": {"contract"}, "error_model": "numpy"})
+@overload(log, jit_options={"error_model": "numpy"})
 def _log(x: Any) -> Any:
     # x = m 2**n with m between the roots of 1/2 and 2; log m = 2 atanh s with s = (m - 1) / (m + 1)
     single, real, whole, digits = _layout(x)
@@ -185,8 +196,8 @@ def _log(x: Any) -> Any:
         s = (m - real(1)) / (m + real(1))
         square, p = s * s, series[0]
         for k in range(1, len(series)):
-            p = p * square + series[k]
-        return (real(n) * low + p * s) + real(n) * high
+            p = fma(p, square, series[k])
+        return fma(real(n), high, fma(real(n), low, p * s))
 
     return of
 
@@ -213,52 +224,69 @@ def _largest(row: Any) -> Any:
 
 
 @compiled
+def dot_rows(one: Array, i: int, other: Array, j: int) -> Any:
+    """The product of a row of one matrix with a row of another: eight sums side by side, then theirs.
+
+    Matrices are taken whole: a row of its own would be counted in and out of use, which costs as much as the row does.
+    """
+    zero = one.dtype.type(0)
+    a, b, c, d, e, f, g, h = zero, zero, zero, zero, zero, zero, zero, zero
+    whole = one.shape[1] // 8 * 8
+    for k in range(0, whole, 8):
+        a = fma(one[i, k], other[j, k], a)
+        b = fma(one[i, k + 1], other[j, k + 1], b)
+        c = fma(one[i, k + 2], other[j, k + 2], c)
+        d = fma(one[i, k + 3], other[j, k + 3], d)
+        e = fma(one[i, k + 4], other[j, k + 4], e)
+        f = fma(one[i, k + 5], other[j, k + 5], f)
+        g = fma(one[i, k + 6], other[j, k + 6], g)
+        h = fma(one[i, k + 7], other[j, k + 7], h)
+    for k in range(whole, one.shape[1]):
+        a = fma(one[i, k], other[j, k], a)
+    return ((a + e) + (c + g)) + ((b + f) + (d + h))
+
+
+@compiled
 def dot(one: Array, other: Array) -> Any:
     """The product of two vectors."""
-    total = one.dtype.type(0)
-    for d in range(len(one)):
-        total += one[d] * other[d]
-    return total
+    return dot_rows(one.reshape(1, -1), 0, other.reshape(1, -1), 0)
 
 
-@exactly
+@compiled
 def length_at(rows: Array, place: int) -> Any:
-    """The length of a row of a matrix; 1 for a zero row.
-
-    Its sum is taken in an order that is written down, so that a length that is kept beside a prototype and one that is
-    found anew after loading are the same bits, whatever a compiler makes of the loops around them.
-    """
-    zero = rows.dtype.type(0)
-    a, b, c, d, e, f, g, h = zero, zero, zero, zero, zero, zero, zero, zero
-    whole = rows.shape[1] // 8 * 8
-    for k in range(0, whole, 8):
-        a += rows[place, k] * rows[place, k]
-        b += rows[place, k + 1] * rows[place, k + 1]
-        c += rows[place, k + 2] * rows[place, k + 2]
-        d += rows[place, k + 3] * rows[place, k + 3]
-        e += rows[place, k + 4] * rows[place, k + 4]
-        f += rows[place, k + 5] * rows[place, k + 5]
-        g += rows[place, k + 6] * rows[place, k + 6]
-        h += rows[place, k + 7] * rows[place, k + 7]
-    for k in range(whole, rows.shape[1]):
-        a += rows[place, k] * rows[place, k]
-    square = ((a + e) + (c + g)) + ((b + f) + (d + h))
+    """The length of a row of a matrix; 1 for a zero row."""
+    square = dot_rows(rows, place, rows, place)
     return rows.dtype.type(math.sqrt(square)) if square > 0 else rows.dtype.type(1)
 
 
 @compiled
-def spike(logits: Array, zero: Any) -> tuple[Any, Any, Any]:
+def total(numbers: Array) -> float:
+    """The sum of numbers (N,), in double: four sums side by side, then theirs."""
+    a, b, c, d = 0.0, 0.0, 0.0, 0.0
+    whole = len(numbers) // 4 * 4
+    for k in range(0, whole, 4):
+        a += numbers[k]
+        b += numbers[k + 1]
+        c += numbers[k + 2]
+        d += numbers[k + 3]
+    for k in range(whole, len(numbers)):
+        a += numbers[k]
+    return (a + c) + (b + d)
+
+
+@compiled
+def spike(logits: Array) -> tuple[Any, float, float]:
     """The largest logit (C,), the sum of exponentials under it, and the entropy of the softmax in nats.
 
-    Sums are taken in the precision of `zero`: where one class has nearly all, the entropy is a small difference.
+    Sums are taken in double: where one class has nearly all, the entropy is a small difference.
     """
     top = largest(logits)
-    total, weighted = zero, zero
+    chance, weighted = np.empty((2, len(logits)), logits.dtype)
     for c in range(len(logits)):
-        chance = exp(logits[c] - top)
-        total += chance
-        weighted += chance * (logits[c] - top)
-    return top, total, math.log(total) - weighted / total
+        chance[c] = exp(logits[c] - top)
+        weighted[c] = chance[c] * (logits[c] - top)
+    whole = total(chance)
+    return top, whole, math.log(whole) - total(weighted) / whole
 
 
 @compiled

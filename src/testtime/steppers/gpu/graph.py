@@ -8,7 +8,8 @@ and nothing is read back. What is captured is a body: the method's own step, or 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ from testtime.steppers import example
 from testtime.steppers.plain import Plain
 from testtime.types import FeatureError, Method, Task
 
+PRIORITY = -1  # somebody waits for the answer, and an encoder that works ahead has time
 STEPS = 32  # to a graph: launching it costs about what one kernel does
 
 
@@ -63,11 +65,13 @@ class Stepper:
         self._body: Body | None = None
         self._views = self._logits = task.text[:0]  # (STEPS, V, D) and (STEPS, S, A), once V is known
         self._launches: dict[tuple[int, bool], Callable[[], object]] = {}
+        self._stream = torch.cuda.Stream(task.text.device, priority=PRIORITY) if task.text.is_cuda else None
 
     def step(self, views: Tensor) -> tuple[Tensor, Tensor]:
         body = self._ready(views)
-        logits = self._launch(views[None])[0].clone()
-        return logits, body.learned != 0  # a tensor of its own
+        with self._urgent():
+            logits = self._launch(views[None])[0].clone()
+            return logits, body.learned != 0  # a tensor of its own
 
     def scan(self, stream: Tensor) -> Tensor:
         if not len(stream):
@@ -77,7 +81,8 @@ class Stepper:
 
     def peek(self, views: Tensor) -> Tensor:
         self._ready(views)
-        return self._launch(views[None], looks=True)[0].clone()
+        with self._urgent():
+            return self._launch(views[None], looks=True)[0].clone()
 
     def warm_up(self, views: int) -> None:
         self._ready(example(self.task, views))
@@ -92,6 +97,18 @@ class Stepper:
             self._pending = list(states)
         else:
             self._body.restore(states)
+
+    @contextmanager
+    def _urgent(self) -> Iterator[None]:
+        """While inside, launches go before those of an encoder that works ahead; whoever comes after waits for them."""
+        if self._stream is None:
+            yield
+            return
+        caller = torch.cuda.current_stream(self.task.text.device)
+        self._stream.wait_stream(caller)
+        with torch.cuda.stream(self._stream):
+            yield
+        caller.wait_stream(self._stream)
 
     def _make(self, views: int) -> Body:
         """What is captured, for images of so many views."""
@@ -145,7 +162,7 @@ class Stepper:
             return steps
         try:
             with torch.inference_mode(False), torch.no_grad(), exact_products():
-                return capture(steps, warm_up=lambda: steps(1)).replay
+                return capture(steps, warm_up=lambda: steps(1), priority=PRIORITY).replay
         except Exception as error:
             warn_once(f"Steps of '{self.name}' cannot be captured, and run one by one ({reason(error)}).")
             self._graphs = False
