@@ -113,13 +113,12 @@ class Commands:
         """`run`, row by row: the first answer, and milliseconds per image after the first 50."""
         began, times = time.perf_counter(), []
         words = ("run", self.tree, "--encoder", self.encoder, "--limit", self.options.images, *self.kind(), *more)
-        process = self.start(*words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        assert process.stdout is not None and process.stderr is not None
-        for _ in process.stdout:
-            times.append(time.perf_counter())
-        problem = process.stderr.read()
-        if process.wait():
-            raise RuntimeError(f"testtime run failed: {problem[-800:]}")
+        with tempfile.TemporaryFile("w+") as said, self.start(*words, stdout=subprocess.PIPE, stderr=said) as process:
+            for _ in process.stdout or []:
+                times.append(time.perf_counter())
+            if process.wait():
+                said.seek(0)
+                raise RuntimeError(f"testtime run failed: {said.read()[-800:]}")
         first, *_, last = times[1:]  # the header comes first
         self.note(f"run, {label}: seconds to the first answer", first - began, "s")
         rest = times[FIRST + 1 :]

@@ -1,11 +1,11 @@
-"""Milliseconds per image, part by part and as a whole, on a GPU or, with --quick, in small on the CPU.
+"""Milliseconds per image, part by part, as a whole and as commands, on a GPU or, with --quick, in small on the CPU.
 
     python benchmarks/speed.py --out speed.json [--svg speed.svg] [--stages step,encoder,views,...] [--quick]
 
-Encoders have random weights (the work is the same) and photographs are made up, 500 x 375 pixels. Every stage
-is timed after a warm-up, by the clock, with the GPU idle before and after; medians are given. A stage that fails
-is reported and the others go on. `encoder alone` is the same encoder on the same number of views, already made:
-what no pipeline can be faster than.
+Encoders have random weights (the work is the same) and photographs are made up, 500 x 375 pixels. Every stage is timed
+after a warm-up, by the clock, with the GPU idle before and after; medians are given. A stage that fails is reported and
+the others go on. "Encoder alone" is the same encoder on the same number of views, already made: what no stream can be
+faster than. What happens in `whole` is `Session.run`; `commands` are those of benchmarks/commands.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
@@ -27,26 +27,28 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from commands import FIRST, Commands, photograph  # noqa: E402
 from released_loop import ReleasedLoop  # noqa: E402
 from step import full_state  # noqa: E402
 
 import testtime as tt  # noqa: E402
 from testtime import ops  # noqa: E402
-from testtime.encode import encode_views  # noqa: E402
-from testtime.fast import fused, graph, pipeline  # noqa: E402
-from testtime.fast import views as fast_views  # noqa: E402
-from testtime.fast.draw import draw  # noqa: E402
-from testtime.fast.encoder import FastEncoder  # noqa: E402
+from testtime.encoding import gpu_views  # noqa: E402
+from testtime.encoding.compiled import Compiled  # noqa: E402
+from testtime.encoding.draw import draw  # noqa: E402
+from testtime.encoding.stream import READERS, stream  # noqa: E402
 from testtime.files import write_atomic  # noqa: E402
-from testtime.types import Task  # noqa: E402
+from testtime.images import read_image  # noqa: E402
+from testtime.steppers import form_of, open_stepper  # noqa: E402
+from testtime.steppers.gpu import dpe as kernels_of_dpe  # noqa: E402
+from testtime.steppers.gpu import graph  # noqa: E402
+from testtime.threads import workers  # noqa: E402
+from testtime.types import Task, ViewPlan  # noqa: E402
 from testtime.views import views as pillow_views  # noqa: E402
-
-EXTENT = (500, 375)  # about what ImageNet's photographs are
 
 
 class Bench:
@@ -56,13 +58,13 @@ class Bench:
         self.quick, self.device = options.quick, torch.device(options.device)
         self.gpu = self.device.type == "cuda"
         self.classes, self.views = (20, 4) if self.quick else (1000, 64)
-        self.images, self.repeats = (6, 2) if self.quick else (options.images, options.repeats)
+        self.first, self.images, self.repeats = (2, 6, 2) if self.quick else (FIRST, options.images, options.repeats)
         self.out, self.svg = options.out, options.svg
         self.folder = Path(tempfile.mkdtemp(prefix="testtime-speed-"))
         self.report: dict[str, Any] = {"machine": machine(self.device), "results": {}, "errors": {}}
         self.profiled: dict[str, Callable[[], object]] = {}  # calls to look into at the end
         self.methods = options.methods.split(",")
-        self._encoders: dict[str, FastEncoder] = {}
+        self._encoders: dict[str, Any] = {}
 
     def note(self, stage: str, name: str, value: Any, unit: str = "ms") -> None:
         self.report["results"].setdefault(stage, {})[name] = value
@@ -79,31 +81,34 @@ class Bench:
         """Median milliseconds of a call, the device idle before and after."""
         for _ in range(warm):
             call()
-        times = []
-        for _ in range(repeats or self.repeats):
-            self.wait()
-            start = time.perf_counter()
-            call()
-            self.wait()
-            times.append(1000 * (time.perf_counter() - start))
-        return statistics.median(times)
+        return 1000 * statistics.median(self.seconds(call)[0] for _ in range(repeats or self.repeats))
+
+    def seconds(self, call: Callable[[], Any]) -> tuple[float, Any]:
+        """Seconds that one call takes, and what it gives."""
+        self.wait()
+        start = time.perf_counter()
+        found = call()
+        self.wait()
+        return time.perf_counter() - start, found
 
     def wait(self) -> None:
         if self.gpu:
             torch.cuda.synchronize()
 
-    def encoder(self, name: str) -> FastEncoder:
+    def encoder(self, name: str) -> Any:
         if name not in self._encoders:
-            self._encoders[name] = FastEncoder(plain_encoder("tiny" if self.quick else name, self.device))
+            self._encoders[name] = random_encoder("tiny" if self.quick else name, self.device)
         return self._encoders[name]
 
-    def task(self, encoder: FastEncoder) -> Task:
+    def grey(self, encoder: Any, views: int) -> Tensor:
+        """Views of nothing in particular."""
+        size, levels = encoder.preprocess.size, torch.float16 if self.gpu else torch.float32
+        return torch.randint(0, 256, (views, 3, size, size), device=self.device).to(levels)
+
+    def task(self, encoder: Any) -> Task:
         noise = torch.Generator().manual_seed(0)
-        shared, own = (
-            torch.randn(1, encoder.dim, generator=noise),
-            torch.randn(self.classes, encoder.dim, generator=noise),
-        )
-        text = ops.unit(1.5 * ops.unit(shared) + ops.unit(own)).to(self.device)
+        shared, own = (ops.unit(torch.randn(n, encoder.dim, generator=noise)) for n in (1, self.classes))
+        text = ops.unit(1.5 * shared + own).to(self.device)
         return Task(text, tuple(f"class {number}" for number in range(self.classes)))
 
     def photographs(self) -> list[Path]:
@@ -122,12 +127,10 @@ def machine(device: torch.device) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
     }
-    if device.type == "cuda":
-        facts["cuda"] = torch.version.cuda
-    return facts
+    return facts | ({"cuda": torch.version.cuda} if device.type == "cuda" else {})
 
 
-def plain_encoder(name: str, device: torch.device) -> Any:
+def random_encoder(name: str, device: torch.device) -> Any:
     """A CLIP with random weights, in half precision on a GPU."""
     from testtime.encoders import clip
     from testtime.encoders.tiny import tiny
@@ -146,16 +149,6 @@ def plain_encoder(name: str, device: torch.device) -> Any:
     return clip.OpenClip(name, model, open_clip.get_tokenizer(name), looks, device, dtype)
 
 
-def photograph(seed: int, extent: tuple[int, int] = EXTENT) -> Image.Image:
-    """Shapes of several sizes with noise on them: compresses about as a photograph does."""
-    random = np.random.default_rng(seed)
-    layers = np.zeros((extent[1], extent[0], 3))
-    for cells, weight in ((4, 0.6), (16, 0.25), (64, 0.15)):
-        coarse = Image.fromarray(random.integers(0, 256, (cells, cells, 3), dtype=np.uint8))
-        layers += weight * np.asarray(coarse.resize(extent, Image.Resampling.BICUBIC))
-    return Image.fromarray((layers + random.normal(0, 4, layers.shape)).clip(0, 255).astype(np.uint8))
-
-
 def on_device(state: Any, device: torch.device) -> Any:
     return state.to(device) if isinstance(state, Tensor) else type(state)(*(on_device(part, device) for part in state))
 
@@ -164,225 +157,116 @@ def on_device(state: Any, device: torch.device) -> Any:
 
 
 def step(bench: Bench) -> None:
-    """The adaptation alone, queues full: the plain step, and the captured one."""
+    """The adaptation alone, queues full: the plain step, the captured one, and that of DPE's own kernels."""
     dim = 32 if bench.quick else 512
-    task, stream, _ = tt.toy(classes=bench.classes, dim=dim, images=16, views=bench.views)
-    state = on_device(full_state(tt.make_method("dpe"), task, stream), bench.device)
-    task, stream = task.to(bench.device), stream.to(bench.device)
-    many = stream.repeat(2 if bench.quick else 20, 1, 1)
+    task, images, _ = tt.toy(classes=bench.classes, dim=dim, images=16, views=bench.views)
+    state = on_device(full_state(tt.make_method("dpe"), task, images), bench.device)
+    task, images = task.to(bench.device), images.to(bench.device)
+    many = images.repeat(2 if bench.quick else 20, 1, 1)
     for name in bench.methods:
         method = tt.make_method(name)
         start = state if name == "dpe" else method.init(task)
+        ways: dict[str, Callable[..., Any]] = {"captured": graph.Stepper} if bench.gpu else {"stepper": open_stepper}
+        if bench.gpu and form_of(task, method):
+            ways["own kernels, captured"] = kernels_of_dpe.Stepper
         with torch.inference_mode():
-            bench.note("step", f"{name}, plain", bench.ms(partial(method.scan, task, start, stream)) / len(stream))
-            expected, _ = method.scan(task, start, stream)
-        ways = {"runner": {}}
-        if bench.gpu:
-            ways = {
-                "compiled and captured": {"compile": True, "kernels": False},
-                "captured": {"compile": False, "kernels": False},
-            }
-        if bench.gpu and fused.fits([method], task, bench.views):
-            ways["own kernels, captured"] = {"compile": False, "kernels": True}
-        for way, options in ways.items():
-            began = time.perf_counter()
-            runner = graph.Runner(method, task, bench.views, **options)
-            runner.load(task, start)
-            logits = runner.run(stream)
-            kind = f"{name}, {way}"
-            runner.run(many)
-            bench.wait()
-            bench.note("step", f"{kind}: seconds to prepare", time.perf_counter() - began, "s")
-            bench.note("step", f"{kind}: largest difference of a logit", float((logits - expected).abs().max()), "")
-            runner.load(task, start)
-            bench.note("step", kind, bench.ms(partial(runner.run, many)) / len(many))
-            if name == "dpe":
-                bench.note("step", f"{kind}: the same, classes alike", apart_where_alike(bench, runner, method), "")
-            if bench.gpu and name == "dpe":
-                bench.profiled[f"one step, {kind}"] = partial(runner.run, stream[:1])
-    products(bench, task, state)
-
-
-def apart_where_alike(bench: Bench, runner: graph.Runner, method: Any) -> float:
-    """Largest difference of a logit from the plain step, classes being so alike that the alignment has work to do."""
-    noise, dim, classes = torch.Generator().manual_seed(0), runner.task.dim, bench.classes
-
-    def rows(*shape: int) -> Tensor:
-        return ops.unit(torch.randn(*shape, dim, generator=noise))
-
-    own, kind, gap = rows(classes), rows(classes // 10).repeat(10, 1), 1.5 * rows(1)
-    text = ops.unit(1.5 * rows(1) + 0.6 * kind + own)
-    likely = gap + 0.35 * own + 0.3 * kind  # what images of a class have in common
-    task = Task(text.to(bench.device), runner.task.classnames, scale=runner.task.scale)
-    keys = ops.unit(likely[:, None] + 0.8 * rows(classes, 3)).to(bench.device)
-    stream = ops.unit(likely[torch.arange(16), None] + 0.8 * rows(16, bench.views)).to(bench.device)
-    state = method.init(task)
-    queue = state.queue._replace(keys=keys, cost=torch.full_like(state.queue.cost, 0.3))
-    state = state._replace(queue=queue, visual=keys.mean(1))
-    with torch.inference_mode():
-        expected, _ = method.scan(task, state, stream)
-    runner.load(task, state)
-    return float((runner.run(stream) - expected).abs().max())
-
-
-def products(bench: Bench, task: Task, state: Any) -> None:
-    """The three C x C x D products that the alignment needs however it is written."""
+            bench.note("step", f"{name}, plain", bench.ms(partial(method.scan, task, start, images)) / len(images))
+            expected, _ = method.scan(task, start, images)
+            for way, made in ways.items():
+                kind, stepper = f"{name}, {way}", made(task, [method], [start])
+                prepared, _ = bench.seconds(partial(stepper.warm_up, bench.views))
+                bench.note("step", f"{kind}: seconds to prepare", prepared, "s")
+                apart = float((stepper.scan(images)[0] - expected).abs().max())
+                bench.note("step", f"{kind}: largest difference of a logit", apart, "")
+                stepper.restore([start])
+                bench.note("step", kind, bench.ms(partial(stepper.scan, many)) / len(many))
+                if bench.gpu and name == "dpe":
+                    bench.profiled[f"one step, {kind}"] = partial(stepper.scan, images[:1])
     text, visual, square = task.text, state.visual, torch.rand(task.classes, task.classes, device=bench.device)
 
     def three() -> None:
         for _ in range(20):
             visual @ text.T, square.T @ visual, square @ text
 
-    bench.note("step", "dpe: the three products alone", bench.ms(three) / 20)
-
-
-def kernels(bench: Bench) -> None:
-    """Which kernels take the time of a call, by the profiler, in microseconds; last, as profilers may crash."""
-    for name, call in bench.profiled.items():
-        kernels_of(bench, name, call)
-
-
-def kernels_of(bench: Bench, name: str, call: Callable[[], object]) -> None:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        call()
-        bench.wait()
-    found = sorted(profile.key_averages(), key=lambda event: -event.self_device_time_total)
-    rows = [(event.key[:90], event.count, round(event.self_device_time_total, 1)) for event in found]
-    bench.report["results"].setdefault("kernels", {})[name] = rows
-    print(f"  kernels of {name}: {sum(row[1] for row in rows)} launches, {sum(row[2] for row in rows):.0f} us")
-    for key, count, total in rows[:14]:
-        print(f"    {total:8.1f} us {count:4d} x {key}")
+    bench.note("step", "dpe: the three products alone", bench.ms(three) / 20)  # the alignment's, however it is written
 
 
 def encoder(bench: Bench, name: str = "ViT-B-16", stage: str = "encoder") -> None:
-    """The encoder alone, plain and compiled, for one image's views and for four images'."""
-    fast = bench.encoder(name)
-    size = fast.preprocess.size
-    grey = torch.randint(0, 256, (4 * bench.views, 3, size, size), device=bench.device).to(
-        torch.float16 if bench.gpu else torch.float32
-    )
-    normal = fast_views.normalise(grey, fast.preprocess, fast.dtype)
+    """The encoder alone, plain and captured, for one image's views and for four images'."""
+    plain = bench.encoder(name)
+    grey = bench.grey(plain, 4 * bench.views)
     one, four = bench.views, 4 * bench.views
-    bench.note(stage, f"{name}, plain, {one} views", bench.ms(lambda: fast.encoder.encode_images(normal[:one])))
-    began = time.perf_counter()
-    features = fast.encode_grey(grey[:one])
-    bench.wait()
-    bench.note(stage, f"{name}, {one} views: seconds to prepare", time.perf_counter() - began, "s")
-    gap = (features - fast.encoder.encode_images(normal[:one])).abs().max()
-    bench.note(stage, f"{name}: largest difference of a feature", float(gap), "")
-    bench.note(stage, f"{name}, {one} views", bench.ms(lambda: fast.encode_grey(grey[:one])))
-    began = time.perf_counter()
-    fast.encode_grey(grey)
-    bench.wait()
-    bench.note(stage, f"{name}, {four} views: seconds to prepare", time.perf_counter() - began, "s")
-    bench.note(stage, f"{name}, {four} views, per image", bench.ms(lambda: fast.encode_grey(grey)) / 4)
+    normal = gpu_views.normalise(grey[:one], plain.preprocess, plain.dtype)
+    bench.note(stage, f"{name}, plain, {one} views", bench.ms(partial(plain.encode_images, normal)))
+    for count, what in ((one, f"{one} views"), (four, f"{four} views, per image")):
+        captured = Compiled(plain, count)
+        seconds, features = bench.seconds(partial(captured.encode, grey[:count]))
+        bench.note(stage, f"{name}, {count} views: seconds to prepare", seconds, "s")
+        gap = float((features[:one] - plain.encode_images(normal)).abs().max())
+        bench.note(stage, f"{name}, {count} views: largest difference of a feature", gap, "")
+        bench.note(stage, f"{name}, {what}", bench.ms(partial(captured.encode, grey[:count])) * one / count)
 
 
 def views(bench: Bench) -> None:
     """Making the views of one image: drawing, crops, AugMix, and Pillow's way; and how far the two are apart."""
     looks = bench.encoder("ViT-B-16").preprocess
     image = photograph(0)
-    picture = fast_views.as_picture(image).to(bench.device)
+    picture = gpu_views.as_picture(image).to(bench.device)
     for augmix in (False, True):
         name = "AugMix" if augmix else "crops"
         options = dict(seed=0, index=5, augmix=augmix)
-        sampled = draw(image.size, bench.views, looks.size, **options)
-        drawing = bench.ms(partial(draw, image.size, bench.views, looks.size, **options))
-        bench.note("views", f"{name}: drawing what is random", drawing)
-        ours = fast_views.grey_views([picture], [sampled], looks)[0]
-        make = partial(fast_views.grey_views, [picture], [sampled], looks)
+        drawing = partial(draw, image.size, bench.views, looks.size, **options)
+        bench.note("views", f"{name}: drawing what is random", bench.ms(drawing))
+        make = partial(gpu_views.grey_views, [picture], [drawing()], looks)
         bench.note("views", f"{name}: one image", bench.ms(make))
-        four = partial(fast_views.grey_views, [picture] * 4, [sampled] * 4, looks)
+        four = partial(gpu_views.grey_views, [picture] * 4, [drawing()] * 4, looks)
         bench.note("views", f"{name}: four images, each", bench.ms(four) / 4)
         if bench.gpu:
             bench.profiled[f"views, {name}"] = make
         by_pillow = partial(pillow_views, image, bench.views, looks, **options)
-        theirs = by_pillow()
-        std = torch.tensor(looks.std)[:, None, None]
-        apart = (fast_views.normalise(ours.cpu().float(), looks, torch.float32) - theirs).mul(255 * std).abs()
+        ours, std = gpu_views.normalise(make()[0].cpu().float(), looks, torch.float32), torch.tensor(looks.std)
+        apart = (ours - by_pillow()).mul(255 * std[:, None, None]).abs().flatten(1).mean(1)
         bench.note("views", f"{name}: mean difference from Pillow", float(apart.mean()), "grey levels")
-        bench.note(
-            "views", f"{name}: largest mean difference of a view", float(apart.flatten(1).mean(1).max()), "levels"
-        )
+        bench.note("views", f"{name}: largest mean difference of a view", float(apart.max()), "levels")
         bench.note("views", f"{name}: Pillow, one core", bench.ms(by_pillow, 2, 0))
 
 
 def decode(bench: Bench) -> None:
-    """Reading JPEG files: Pillow in one thread, and the device's decoder in batches."""
+    """Reading JPEG files: Pillow in one thread, and in as many as a stream has."""
     files = bench.photographs()
-    each = len(files)
     bench.note("decode", "bytes of a file", os.path.getsize(files[0]), "")
-    bench.note(
-        "decode", "Pillow, one thread", bench.ms(lambda: [pipeline.read_image(file) for file in files], 3, 1) / each
-    )
-    made = [pipeline.Prepared(file, 0, pipeline._plain_jpeg(file)[0], None) for file in files]  # type: ignore[index]
-    fours = [made[start : start + 4] for start in range(0, each, 4)]
-    on_device = bench.ms(lambda: [pipeline._decode(four, bench.device) for four in fours], 3, 1) / each
-    bench.note("decode", "torchvision on the device, batches of 4", on_device)
-    by_device = pipeline._decode(made[:1], bench.device)[0]
-    assert isinstance(by_device, Tensor)
-    apart = (by_device.cpu().float() - fast_views.as_picture(pipeline.read_image(files[0])).float()).abs().mean()
-    bench.note("decode", "mean difference from Pillow", float(apart), "grey levels")
+    for label, each in (("one thread", map), (f"{READERS} threads", workers(READERS).map)):
+        taken = bench.ms(lambda each=each: list(each(read_image, files)), 3, 1)
+        bench.note("decode", f"Pillow, {label}", taken / len(files))
 
 
-def whole(
-    bench: Bench, name: str = "ViT-B-16", stage: str = "whole", augmixes: tuple[bool, ...] = (False, True)
-) -> None:
+def whole(bench: Bench, name: str = "ViT-B-16", stage: str = "whole") -> None:
     """From a decoded image, or a file, to a prediction: a stream of images, and one at a time."""
-    fast = bench.encoder(name)
-    task, method = bench.task(fast), tt.make_method("dpe")
-    runner = graph.Runner(method, task, bench.views)
-    files = bench.photographs()
-    decoded = [pipeline.read_image(file) for file in files]
-    start = full_queues(method, task)
-    size = fast.preprocess.size
-    grey = torch.randint(0, 256, (4 * bench.views, 3, size, size), device=bench.device).to(
-        torch.float16 if bench.gpu else torch.float32
-    )
-    alone = {
-        1: bench.ms(lambda: fast.encode_grey(grey[: bench.views])),
-        4: bench.ms(lambda: fast.encode_grey(grey)) / 4,
-    }
-    for batch, value in alone.items():
-        bench.note(stage, f"{name}, encoder alone, {batch} images together", value)
-    for augmix in augmixes:
-        kind = "AugMix" if augmix else "crops"
-        agreement(bench, stage, f"{name}, {kind}", fast, decoded[:2], augmix)
-        for batch in (1, 4):
-            options: dict[str, Any] = dict(views=bench.views, augmix=augmix, batch=batch)
-            for label, sources, more in (
-                ("decoded", decoded, {}),
-                ("files, Pillow", files, {}),
-                ("files, device", files, {"decode": "torchvision"}),
-            ):
-                if label != "decoded" and (augmix or stage != "whole"):
-                    continue
+    plain = bench.encoder(name)
+    task, files = bench.task(plain), bench.photographs()
+    decoded = [read_image(file) for file in files]
+    captured, grey = Compiled(plain, bench.views), bench.grey(plain, bench.views)
+    alone = bench.ms(partial(captured.encode, grey))
+    bench.note(stage, f"{name}, encoder alone", alone)
+    for kind in ("crops", "AugMix") if stage == "whole" else ("crops",):
+        agreement(bench, stage, f"{name}, {kind}", plain, decoded[:2], kind == "AugMix")
+        session = tt.Session(task, "dpe", encoder=plain, views=bench.views, augmix=kind == "AugMix")
+        session.state = full_queues(session.method, task)
+        for label, sources in {"decoded": decoded, "files": files}.items():
+            if label == "decoded" or stage == "whole":
+                each = statistics.median(paced(bench, session, sources) for _ in range(3))
+                bench.note(stage, f"{name}, {kind}, {label}, a stream, each", each)
+                bench.note(stage, f"{name}, {kind}, {label}, over encoder alone", each / alone, "x")
+        turn = cycle(decoded)
+        single = bench.ms(lambda session=session, turn=turn: session.step(next(turn)), 10)
+        bench.note(stage, f"{name}, {kind}, decoded, one image by itself", single)
 
-                def go(sources: list[Any] = sources, options: dict[str, Any] = options | more) -> None:
-                    runner.load(task, start)
-                    images: Iterator[Any] = islice(cycle(sources), bench.images)
-                    answered = sum(
-                        answer.logits is not None for answer in pipeline.classify(runner, fast, images, **options)
-                    )
-                    assert answered == bench.images
 
-                try:
-                    each = bench.ms(go, 3, 1) / bench.images
-                except Exception:
-                    bench.report["errors"][f"{stage}: {label}, {batch}"] = traceback.format_exc()
-                    traceback.print_exc()
-                    continue
-                bench.note(stage, f"{name}, {kind}, {label}, batch {batch}, a stream, each", each)
-                bench.note(
-                    stage, f"{name}, {kind}, {label}, batch {batch}, over encoder alone", each / alone[batch], "x"
-                )
-        turn = cycle(enumerate(decoded))
-
-        def single(augmix: bool = augmix, turn: Iterator[Any] = turn) -> None:
-            index, image = next(turn)
-            list(pipeline.classify(runner, fast, [image], views=bench.views, augmix=augmix, batch=1, first=index))
-
-        bench.note(stage, f"{name}, {kind}, decoded, one image by itself", bench.ms(single, 10))
+def paced(bench: Bench, session: tt.Session, sources: list[Any]) -> float:
+    """Milliseconds between two answers, after the first ones."""
+    answers = session.run(islice(cycle(sources), bench.images))
+    times = [time.perf_counter() for _ in answers][bench.first :]
+    return 1000 * (times[-1] - times[0]) / (len(times) - 1)
 
 
 def full_queues(method: Any, task: Task) -> Any:
@@ -393,56 +277,89 @@ def full_queues(method: Any, task: Task) -> Any:
     return state._replace(queue=state.queue._replace(keys=keys, cost=cost), visual=keys.mean(1))
 
 
-def agreement(bench: Bench, stage: str, kind: str, fast: FastEncoder, images: list[Any], augmix: bool) -> None:
-    """How near the features are to those by Pillow and the plain encoder."""
-    ours = [e.features for e in pipeline.stream(fast, images, views=bench.views, augmix=augmix, batch=1)]
-    theirs = encode_views(fast.encoder, images, range(len(images)), views=bench.views, seed=0, augmix=augmix)
-    cosine = (torch.stack([rows for rows in ours if rows is not None]) * theirs).sum(-1)
+def agreement(bench: Bench, stage: str, kind: str, plain: Any, images: list[Any], augmix: bool) -> None:
+    """How near the features of a stream are to those by Pillow and the plain encoder."""
+    ours = [entry.features for entry in stream(plain, images, ViewPlan(bench.views, augmix))]
+    theirs = [
+        plain.encode_images(pillow_views(image, bench.views, plain.preprocess, seed=0, index=index, augmix=augmix))
+        for index, image in enumerate(images)
+    ]
+    cosine = (torch.stack([rows for rows in ours if rows is not None]) * torch.stack(theirs)).sum(-1)
     bench.note(stage, f"{kind}: least cosine with the plain features", float(cosine.min()), "")
 
 
 def rn50(bench: Bench) -> None:
     encoder(bench, "RN50", "rn50")
-    whole(bench, "RN50", "rn50", (False,))
+    whole(bench, "RN50", "rn50")
 
 
 def released(bench: Bench) -> None:
     """The released loop on the same views: autograd through the encoder, lists of queues, loops over classes."""
-    plain = plain_encoder("tiny" if bench.quick else "ViT-B-16", bench.device)
-    fast = bench.encoder("ViT-B-16")
-    task = bench.task(fast)
-    image = photograph(0)
-    pixels = pillow_views(image, bench.views, fast.preprocess, seed=0, index=0).to(bench.device)
-    loop = ReleasedLoop(plain.model, task.text)
+    plain = random_encoder("tiny" if bench.quick else "ViT-B-16", bench.device)
+    make = partial(pillow_views, photograph(0), bench.views, plain.preprocess, seed=0, index=0)
+    loop = ReleasedLoop(plain.model, bench.task(plain).text)
     loop.fill()
+    pixels = make().to(bench.device)
     bench.note("released", "views to prediction", bench.ms(lambda: loop.step(pixels), 5))
-    make = bench.ms(lambda: pillow_views(image, bench.views, fast.preprocess, seed=0, index=0), 2, 0)
-    bench.note("released", "crops by Pillow, one core", make)
-    mix = bench.ms(lambda: pillow_views(image, bench.views, fast.preprocess, seed=0, index=0, augmix=True), 2, 0)
-    bench.note("released", "AugMix by Pillow, one core", mix)
+    bench.note("released", "crops by Pillow, one core", bench.ms(make, 2, 0))
+    bench.note("released", "AugMix by Pillow, one core", bench.ms(partial(make, augmix=True), 2, 0))
+
+
+def commands(bench: Bench) -> None:
+    """What a user types: processes of their own. In small, caches are those of this machine: compiling takes long."""
+    sizes = {"images": 56, "stored": 20} if bench.quick else {"images": 600, "stored": 5000}
+    model = "tiny" if bench.quick else "ViT-B-16"
+    options = argparse.Namespace(
+        device=str(bench.device), model=model, views=bench.views, classes=bench.classes, cores=0, **sizes
+    )
+    typed = Commands(bench.folder / "commands", options)
+    calls: list[Callable[[], None]] = [partial(typed.run, "crops"), typed.replay]
+    if bench.quick:
+        typed.environment = dict(os.environ)
+    else:
+        calls.insert(0, partial(typed.run, "crops, caches cold"))
+        calls += [partial(typed.run, "AugMix", "--augmix"), typed.encode, typed.eval]
+    bench.report["results"]["commands"] = typed.results
+    for number, call in enumerate(calls):
+        try:
+            call()
+        except (RuntimeError, ValueError):
+            bench.report["errors"][f"commands, {number}"] = traceback.format_exc()
+            traceback.print_exc()
+        bench.save()
+
+
+def kernels(bench: Bench) -> None:
+    """Which kernels take the time of a call, by the profiler, in microseconds; last, as profilers may crash."""
+    for name, call in bench.profiled.items():
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            call()
+            bench.wait()
+        found = sorted(profile.key_averages(), key=lambda event: -event.self_device_time_total)
+        rows = [(event.key[:90], event.count, round(event.self_device_time_total, 1)) for event in found]
+        bench.report["results"].setdefault("kernels", {})[name] = rows
+        print(f"  kernels of {name}: {sum(row[1] for row in rows)} launches, {sum(row[2] for row in rows):.0f} us")
+        for key, count, total in rows[:14]:
+            print(f"    {total:8.1f} us {count:4d} x {key}")
 
 
 STAGES: dict[str, Callable[[Bench], None]] = {
-    "step": step,
-    "encoder": encoder,
-    "views": views,
-    "whole": whole,
-    "decode": decode,
-    "rn50": rn50,
-    "released": released,
-    "kernels": kernels,
+    stage.__name__: stage for stage in (step, encoder, views, decode, whole, rn50, released, commands, kernels)
 }
 
 
 # what one H200 should reach with 1000 classes and 64 views: stage, entry, at most
 TARGETS = (
     ("step", "dpe, own kernels, captured", 0.1),
-    *(("whole", f"ViT-B-16, crops, decoded, batch {batch}, a stream, each", 7.0) for batch in (1, 4)),
-    *(("whole", f"ViT-B-16, crops, decoded, batch {batch}, over encoder alone", 1.1) for batch in (1, 4)),
-    *(("whole", f"ViT-B-16, AugMix, decoded, batch {batch}, over encoder alone", 1.3) for batch in (1, 4)),
-    *(("whole", f"ViT-B-16, crops, files, Pillow, batch {batch}, a stream, each", 7.5) for batch in (1, 4)),
-    *(("whole", f"ViT-B-16, crops, files, device, batch {batch}, a stream, each", 7.5) for batch in (1, 4)),
-    *(("rn50", f"RN50, crops, decoded, batch {batch}, a stream, each", 4.0) for batch in (1, 4)),
+    ("encoder", "ViT-B-16, 64 views", 5.6),
+    ("rn50", "RN50, crops, decoded, a stream, each", 4.0),
+    ("commands", "run, crops", 8.0),
+    ("commands", "run, AugMix", 8.5),
+    ("commands", "run, crops: seconds to the first answer", 15.0),
+    ("commands", "run, crops, caches cold: seconds to the first answer", 45.0),
+    ("commands", "encode", 7.5),
+    ("commands", "eval", 7.5),
+    ("commands", "replay, dpe", 0.3),
 )
 
 
@@ -460,7 +377,7 @@ def picture(report: dict[str, Any]) -> str:
     bars = [
         (f"{stage}: {name}", value)
         for stage, entries in report["results"].items()
-        if stage in ("step", "encoder", "views", "whole", "rn50", "released")
+        if stage not in ("decode", "kernels")
         for name, value in entries.items()
         if isinstance(value, float) and not any(word in name for word in ("difference", "seconds", "cosine", "over"))
     ]
@@ -492,13 +409,15 @@ def options_of(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--stages", default=",".join(STAGES))
     parser.add_argument("--methods", default="dpe", help="whose steps are timed, as in dpe,tda,tps,dmn")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--images", type=int, default=128, help="length of the streams that are timed")
+    parser.add_argument("--images", type=int, default=250, help=f"length of the streams, {FIRST} of them not timed")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--quick", action="store_true", help="tiny shapes, to see that it runs")
     options = parser.parse_args(arguments)
     unknown = sorted(set(options.stages.split(",")) - set(STAGES))
     if unknown:
         parser.error(f"unknown stages {', '.join(unknown)}; there are {', '.join(STAGES)}")
+    if options.images < FIRST + 2:
+        parser.error(f"--images {options.images}: at least {FIRST + 2} are needed")
     return options
 
 

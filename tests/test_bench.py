@@ -102,7 +102,7 @@ def test_experiments_share_features_and_cells(folders, experiment_plan, monkeypa
     first = run_bench("losses", {"tiny": experiment_plan}, columns)
     cells = experiment_plan.folder / "cells"
     count = len(list(cells.iterdir()))
-    monkeypatch.setattr("testtime.encode._encode_part", None)
+    monkeypatch.setattr(type(experiment_plan.encoder), "encode_images", None)
     again = run_bench("losses", {"tiny": experiment_plan}, columns)
     assert again == first and len(list(cells.iterdir())) == count
     run_bench("steps", {"tiny": experiment_plan}, columns)
@@ -322,7 +322,7 @@ def test_encoders_that_cannot_be_loaded_leave_a_reason_in_every_row(tmp_path, ca
     def absent(name: str, device: object = None) -> None:
         raise InputError(f"no weights of {name}")
 
-    monkeypatch.setattr("testtime.load_encoder", absent)
+    monkeypatch.setattr("testtime.encoders.load_encoder", absent)
     make_textures(tmp_path)
     assert command("bench", "cross", tmp_path, "--out", tmp_path / "o") == 2
     shown = capsys.readouterr()
@@ -364,7 +364,7 @@ def test_finished_cells_and_shards_are_not_done_again(plan, monkeypatch) -> None
     def broken(*arguments: object, **settings: object) -> None:
         raise AssertionError("done again")
 
-    monkeypatch.setattr("testtime.encode._encode_part", broken)
+    monkeypatch.setattr(type(plan.encoder), "encode_images", broken)
     ran: list[str] = []
     real = benches._run
     monkeypatch.setattr(benches, "_run", lambda *a: (ran.append(a[2].name), real(*a))[1])
@@ -396,13 +396,10 @@ def test_a_system_that_cannot_run_says_what_it_needs_and_is_tried_again(plan) ->
 
 
 def test_a_limit_encodes_so_many_images_and_no_more(plan, monkeypatch) -> None:
-    from testtime import encode
-
     encoded: list[int] = []
-    real = encode.encode_views
-    monkeypatch.setattr(
-        encode, "encode_views", lambda e, images, *a, **k: (encoded.append(len(images)), real(e, images, *a, **k))[1]
-    )
+    kind = type(plan.encoder)
+    real = kind.encode_images
+    monkeypatch.setattr(kind, "encode_images", lambda e, pixels: (encoded.append(len(pixels)), real(e, pixels))[1])
     rows = run_systems(plan._replace(limit=4), SYSTEMS)
     assert sum(encoded) == 4 and {row["images"] for row in rows} == {4}
     run_bench("losses", {"tiny": Plan(plan.folder, plan.encoder, limit=4, report=print)}, {"pets": plan.dataset})

@@ -89,7 +89,7 @@ def test_one_view_needs_one_store_for_every_seed_and_several_need_their_own(lab)
 def test_features_are_found_again_however_the_folder_is_spelled(lab, tmp_path, monkeypatch) -> None:
     lab.store(Views(), 1)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("testtime.encode._encode_part", None)
+    monkeypatch.setattr(type(lab.encoder), "encode_images", None)
     assert len(Lab(lab.folder, lab.encoder, open_dataset("pets")).store(Views(), 1)) == 12
 
 

@@ -7,6 +7,8 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,8 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from testtime import InputError, MissingPart, SettingError, UnknownName, load_encoder
-from testtime.encoders import ENCODERS, clip, describe
+from testtime import encoders as family
+from testtime.encoders import ENCODERS, Deferred, clip, describe, needed
 from testtime.encoders.tiny import tiny
 from testtime.types import Encoder
 
@@ -266,7 +269,7 @@ def test_cached_weights_are_used_without_the_hub(monkeypatch: pytest.MonkeyPatch
     cached = tmp_path / ".cache/clip/RN50.pt"
     cached.parent.mkdir(parents=True)
     cached.write_bytes(b"")
-    assert clip.fetch("RN50", "openai", clip.get_pretrained_cfg("RN50", "openai")) == cached
+    assert clip.fetch("RN50", "openai", open_clip.get_pretrained_cfg("RN50", "openai")) == cached
 
 
 def with_hub_tokenizer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
@@ -412,6 +415,49 @@ def test_wrong_input_is_refused() -> None:
         load_encoder("tiny", device="gpu")
     with pytest.raises(MissingPart, match="cuda:99"):
         load_encoder("tiny", device="cuda:99")
+
+
+def test_deferred_encoder_is_loaded_once_when_something_is_asked_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    loads, around = [], []
+    load = family.load_encoder
+    monkeypatch.setattr(family, "load_encoder", lambda *given: (loads.append(given), load(*given))[1])
+
+    @contextmanager
+    def announced() -> Iterator[None]:
+        around.append("before")
+        yield
+        around.append("after")
+
+    encoder = Deferred("tiny:7", "cpu", announced)
+    assert (encoder.name, encoder.device) == ("tiny:7", torch.device("cpu"))
+    assert not encoder.is_loaded and not loads and not around
+    assert encoder.dim == 32 and encoder.is_loaded
+    assert loads == [("tiny:7", torch.device("cpu"))] and around == ["before", "after"]
+    whole = load("tiny:7")
+    assert torch.equal(encoder.encode_texts(TEXTS), whole.encode_texts(TEXTS))
+    assert torch.equal(encoder.encode_images(pixels(32)), whole.encode_images(pixels(32)))
+    assert (encoder.scale, encoder.preprocess) == (whole.scale, whole.preprocess)
+    assert needed(encoder) is encoder.loaded and needed(whole) is whole
+    assert len(loads) == 1 and encoder.name == "tiny:7"
+    assert isinstance(encoder, Encoder)
+
+
+def test_deferred_encoder_of_an_unknown_name_or_device_is_refused_at_once() -> None:
+    with pytest.raises(UnknownName, match="Did you mean 'tiny'"):
+        Deferred("tinny")
+    with pytest.raises(UnknownName, match="Did you mean 'open_clip:ViT-B-16/openai'"):
+        Deferred("ViT-B-16/openai")
+    with pytest.raises(MissingPart, match="cuda:99"):
+        Deferred("tiny", "cuda:99")
+
+
+def test_deferred_encoder_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = Deferred("tiny")
+    with monkeypatch.context() as patch:
+        patch.setattr(family, "load_encoder", lambda *_: pytest.fail("no weights"))
+        with pytest.raises(pytest.fail.Exception, match="no weights"):
+            _ = encoder.dim
+    assert not encoder.is_loaded and encoder.dim == 32
 
 
 def test_every_encoder_has_a_line_on_what_it_is() -> None:

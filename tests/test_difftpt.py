@@ -29,12 +29,13 @@ from testtime import (
     ops,
 )
 from testtime.checks import check_method
-from testtime.diffusion import DiffusersVariations, FolderVariations, diffusion_views, variation_pixels
-from testtime.encode import encode_views
+from testtime.diffusion import DiffusersVariations, FolderVariations, variation_pixels, variation_views
+from testtime.encoding.stream import stream
 from testtime.features import Features
 from testtime.images import read_image
 from testtime.methods.difftpt import DiffTPT
 from testtime.methods.tpt import TPT, State
+from testtime.types import ViewPlan
 from testtime.views import clean
 
 NAMES = ("cat", "dog", "fox", "grand piano", "oak tree")
@@ -67,6 +68,15 @@ class Stand:
         self.seeds.append(seed)
         random = np.random.default_rng(seed)
         return [ImageOps.posterize(image, int(bits)) for bits in random.integers(1, 8, count)]
+
+
+def encoded(image, source, count: int, seed: int = 0, index: int = 0) -> torch.Tensor:
+    """Features of an image, its crops and its variations: (2 count - 1, D)."""
+    plan = ViewPlan(count, seed=seed, variations=source)
+    (entry,) = stream(load_encoder("tiny"), [image], plan, indices=[index])
+    if entry.error is not None:
+        raise entry.error
+    return entry.features
 
 
 def chosen_by_hand(logits: torch.Tensor, likeness: float, selection: float) -> list[int]:
@@ -132,11 +142,10 @@ def test_settings_out_of_range_are_refused_by_name_and_value(name, value):
 
 def test_views_are_the_image_its_crops_and_its_variations():
     encoder, stand, image = load_encoder("tiny"), Stand(), picture()
-    views = diffusion_views(encoder, image, stand, crops=5, count=4, seed=3, index=2)
-    assert views.shape == (10, encoder.dim)
-    ours = encode_views(encoder, [image], [2], views=6, seed=3, augmix=False)[0]
-    assert_close(views[:6], ours, "arithmetic")
-    drawn = Stand()(image, 4, stand.seeds[0])
+    views = encoded(image, stand, 6, seed=3, index=2)
+    assert views.shape == (11, encoder.dim)
+    assert_close(views[:6], encoded(image, None, 6, seed=3, index=2), "arithmetic")
+    drawn = Stand()(image, 5, stand.seeds[0])
     assert_close(
         views[6:], encoder.encode_images(torch.stack([clean(d, encoder.preprocess) for d in drawn])), "arithmetic"
     )
@@ -145,22 +154,25 @@ def test_views_are_the_image_its_crops_and_its_variations():
 
 
 def test_variations_depend_on_seed_and_index_alone():
-    encoder, stand, image = load_encoder("tiny"), Stand(), picture()
+    looks, stand, image = load_encoder("tiny").preprocess, Stand(), picture()
 
     def views(seed, index):
-        return diffusion_views(encoder, image, stand, crops=0, count=6, seed=seed, index=index)
+        return variation_views(looks, image, ViewPlan(7, seed=seed, variations=stand), index)
 
     assert torch.equal(views(1, 5), views(1, 5))
     assert len({(views(s, i), stand.seeds[-1])[1] for s in (0, 1) for i in (0, 1, 2)}) == 6
-    assert len(diffusion_views(encoder, image, stand, crops=2, count=0)) == 3
+
+
+def test_an_image_without_crops_has_no_variations():
+    looks, stand = load_encoder("tiny").preprocess, Stand()
+    assert len(variation_views(looks, picture(), ViewPlan(1, variations=stand), 0)) == 0 and not stand.seeds
+    assert len(variation_views(looks, picture(), ViewPlan(5), 0)) == 0
+    assert len(encoded(picture(), stand, 1)) == 1
 
 
 def test_too_few_variations_are_refused():
-    encoder = load_encoder("tiny")
     with pytest.raises(InputError, match="3 variations were asked for, and 0 came"):
-        diffusion_views(encoder, picture(), lambda image, count, seed: [], crops=0, count=3)
-    with pytest.raises(InputError, match="crops=-1"):
-        diffusion_views(encoder, picture(), Stand(), crops=-1)
+        encoded(picture(), lambda image, count, seed: [], 4)
 
 
 def test_ready_made_variations_are_found_by_the_images_name(tmp_path):
@@ -218,9 +230,9 @@ def test_a_session_encodes_variations_beside_crops(pets):
     task = build_task(encoder, NAMES, context=True)
     session = Session(task, "difftpt", encoder=encoder, views=4, seed=5, variations=source)
     paths = sorted((pets / "photos").rglob("*.png"))
-    found = [prediction.logits for _, prediction in session.run(paths, batch=3)]
+    found = [prediction.logits for _, prediction in session.run(paths)]
     for index, (path, logits) in enumerate(zip(paths, found, strict=True)):
-        views = diffusion_views(encoder, read_image(path), source, crops=3, count=3, seed=5, index=index)
+        views = encoded(read_image(path), source, 4, seed=5, index=index)
         assert views.shape == (7, encoder.dim)
         assert_close(logits, DiffTPT().step(task, State(), ops.unit(views))[0], "stream")
 

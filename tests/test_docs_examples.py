@@ -103,7 +103,13 @@ def sit_down(patch: pytest.MonkeyPatch, folder: Path) -> None:
     """Work in a folder, where every encoder is the tiny one."""
     load = testtime.encoders.load_encoder
     patch.chdir(folder)
-    patch.setattr(testtime.encoders, "load_encoder", lambda name, device="cpu", dtype=None: load("tiny"))
+
+    def under_that_name(name: str, device: object = "cpu", dtype: object = None) -> object:
+        encoder = load("tiny")
+        encoder.name = name
+        return encoder
+
+    patch.setattr(testtime.encoders, "load_encoder", under_that_name)
     patch.setenv("COLUMNS", "120")
 
 

@@ -444,7 +444,7 @@ def test_learned_says_whether_a_queue_or_the_text_changed():
     said, true = [], []
     for views in stream:
         _, after = method.step(task, state, views)
-        said.append(method.learned(state, after))
+        said.append(bool(method.learned(state, after)))
         true.append(not torch.equal(state.queue.keys, after.queue.keys))
         state = after
     assert said == true and set(said) == {True, False}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from testtime.fast.draw import draw, entries
+from testtime.encoding.draw import draw, entries
 from testtime.types import InputError
 from testtime.views import sample_views
 

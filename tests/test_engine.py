@@ -21,7 +21,7 @@ import testtime
 from testtime import Session, Task, toy
 from testtime.methods.base import leaves
 from testtime.methods.dpe import DPE
-from testtime.types import Encoder, FeatureError, ImageError, InputError, StateError, UnknownName
+from testtime.types import Encoder, FeatureError, ImageError, InputError, StateError, UnknownName, ViewPlan
 from testtime.views import Preprocess
 
 
@@ -40,13 +40,13 @@ def stream() -> torch.Tensor:
     return toy()[1][20:40]
 
 
-def snapshot(session: Session) -> tuple[int, list[torch.Tensor]]:
-    return session.count, [leaf.clone() for leaf in leaves(session.state)]
+def snapshot(session: Session) -> tuple[int, int, list[torch.Tensor]]:
+    return session.count, session.position, [leaf.clone() for leaf in leaves(session.state)]
 
 
-def assert_unchanged(session: Session, before: tuple[int, list[torch.Tensor]]) -> None:
-    assert session.count == before[0]
-    assert all(torch.equal(x, y) for x, y in zip(leaves(session.state), before[1], strict=True))
+def assert_unchanged(session: Session, before: tuple[int, int, list[torch.Tensor]]) -> None:
+    assert (session.count, session.position) == before[:2]
+    assert all(torch.equal(x, y) for x, y in zip(leaves(session.state), before[2], strict=True))
 
 
 # --- step, predict, scan, fork, reset ---
@@ -118,7 +118,7 @@ def test_reset_forgets_the_stream(session):
     session.reset()
     fresh = Session(session.task, session.method)
     assert_unchanged(session, snapshot(fresh))
-    assert session.count == 0
+    assert session.count == session.position == 0
 
 
 def test_one_view_may_come_without_its_axis(session, stream):
@@ -208,7 +208,10 @@ BAD = {
 def test_bad_features_are_refused_and_change_nothing(session, stream, call, how, message):
     before = snapshot(session)
     views = spoiled(stream[0], how)
-    with pytest.raises(FeatureError, match=message):
+    error: type[InputError] = FeatureError
+    if how == "whole numbers" and call != "scan":  # which are pixels, where one image is asked for
+        error, message = InputError, "no encoder; give features"
+    with pytest.raises(error, match=message):
         getattr(session, call)(views[None] if call == "scan" else views)
     assert_unchanged(session, before)
     session.step(stream[0])  # and it goes on
@@ -259,14 +262,28 @@ def test_a_file_holds_everything(session, tmp_path):
     path = session.save(tmp_path / "a.safetensors")
     loaded = Session.load(path)
     assert loaded.method == session.method
-    assert (loaded.views, loaded.seed, loaded.augmix, loaded.count) == (4, 3, False, 20)
+    assert loaded.plan == session.plan == ViewPlan(4, False, 3)
+    assert (loaded.count, loaded.position) == (20, 20)
     assert loaded.task.classnames == session.task.classnames
     assert (loaded.task.scale, loaded.task.encoder) == (session.task.scale, "tiny")
     assert torch.equal(loaded.task.text, session.task.text)
-    again = loaded.save(tmp_path / "b.safetensors")
-    first, second = load_file(path), load_file(again)
-    assert first.keys() == second.keys()
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert loaded.save(tmp_path / "b.safetensors").read_bytes() == path.read_bytes()
+
+
+def test_a_file_says_where_in_the_input_the_session_is(session, stream, tmp_path):
+    session.position = 23  # three images could not be read
+    path = session.save(tmp_path / "a.safetensors")
+    loaded = Session.load(path)
+    assert (loaded.count, loaded.position) == (20, 23)
+    loaded.scan(stream[:5])
+    assert (loaded.count, loaded.position) == (25, 28)
+
+
+def test_an_older_file_that_does_not_say_it_has_no_gaps(session, tmp_path):
+    session.position = 23
+    path = rewritten(saved(session, tmp_path), drop="position")
+    loaded = Session.load(path)
+    assert (loaded.count, loaded.position) == (20, 20)
 
 
 CHILD = """
@@ -336,11 +353,11 @@ def saved(session: Session, path: Path) -> Path:
 
 
 def rewritten(path: Path, drop: str = "", **facts: str) -> Path:
-    """The same file with other metadata, and without one tensor."""
+    """The same file with other metadata, and without one tensor or one entry of it."""
     tensors = {name: tensor for name, tensor in load_file(path).items() if name != drop}
     with safe_open(path, "pt") as file:
         facts = file.metadata() | facts
-    save_file(tensors, path, facts)
+    save_file(tensors, path, {name: value for name, value in facts.items() if name != drop})
     return path
 
 
@@ -438,6 +455,7 @@ def test_a_file_cut_short_is_refused(session, tmp_path, part):
         ("settings", "{"),
         ("settings", "[1]"),
         ("count", "many"),
+        ("position", "here"),
         ("scale", "wide"),
     ],
 )
@@ -469,15 +487,14 @@ class RandomEncoder:
 
     scale = 100.0
     preprocess = Preprocess(size=8, resize=8)
+    device = torch.device("cpu")
 
     def __init__(self, dim: int) -> None:
         self.dim = dim
         self.name = f"random:{dim}"
-        self.batches: list[int] = []
         self.weight = torch.randn(3 * 8 * 8, dim, generator=torch.Generator().manual_seed(0))
 
     def encode_images(self, pixels: torch.Tensor) -> torch.Tensor:
-        self.batches.append(len(pixels))
         # a row at a time, so that features do not depend on the size of the batch
         return torch.nn.functional.normalize(torch.stack([p.flatten() @ self.weight for p in pixels]), dim=1)
 
@@ -495,10 +512,10 @@ def encoder() -> RandomEncoder:
     return RandomEncoder(24)
 
 
-def viewing(encoder: RandomEncoder, **settings) -> Session:
+def viewing(encoder: RandomEncoder, method: str = "dpe", **settings) -> Session:
     names = ("cat", "dog", "fox", "owl")
     task = Task(encoder.encode_texts(names), names, encoder=encoder.name)
-    return Session(task, "dpe", encoder=encoder, **settings)
+    return Session(task, method, encoder=encoder, **settings)
 
 
 def test_the_random_encoder_is_an_encoder(encoder):
@@ -513,25 +530,34 @@ def test_an_image_and_its_file_are_the_same(encoder, tmp_path):
     assert torch.equal(session.predict(str(tmp_path / "a.png")).logits, expected)
 
 
-@pytest.mark.parametrize("batch", [1, 3, 16])
-def test_run_is_one_step_after_another_in_order(encoder, batch):
+def test_run_is_one_step_after_another_in_order(encoder):
     images = [picture(seed) for seed in range(8)]
     session, other = viewing(encoder, views=3, seed=5), viewing(encoder, views=3, seed=5)
-    found = list(session.run(images, batch=batch))
+    found = list(session.run(images))
     assert [image for image, _ in found] == images
     for (_, prediction), image in zip(found, images, strict=True):
         assert torch.equal(prediction.logits, other.step(image).logits)
-    assert session.count == 8
+    assert session.count == session.position == 8
 
 
-def test_run_encodes_whole_batches(encoder):
-    session = viewing(encoder, views=2)
-    encoder.batches.clear()
-    list(session.run([picture(seed) for seed in range(7)], batch=3))
-    assert encoder.batches == [6, 6, 2]
+def test_a_second_run_goes_on_where_the_first_ended(encoder):
+    images = [picture(seed) for seed in range(8)]
+    session, other = viewing(encoder, views=3, seed=5), viewing(encoder, views=3, seed=5)
+    found = [*session.run(images[:3]), *session.run(images[3:])]
+    for (_, prediction), (_, expected) in zip(found, other.run(images), strict=True):
+        assert torch.equal(prediction.logits, expected.logits)
 
 
-def test_run_reads_only_what_it_is_asked_for(encoder):
+def test_run_that_is_left_has_learned_what_it_has_answered(encoder):
+    session, other = viewing(encoder, views=3), viewing(encoder, views=3)
+    run = session.run([picture(seed) for seed in range(8)])
+    next(run), next(run)
+    run.close()
+    list(other.run([picture(seed) for seed in range(2)]))
+    assert_unchanged(session, snapshot(other))
+
+
+def test_run_reads_only_a_few_images_ahead(encoder):
     read = []
 
     def source():
@@ -539,19 +565,17 @@ def test_run_reads_only_what_it_is_asked_for(encoder):
             read.append(seed)
             yield picture(seed)
 
-    run = viewing(encoder).run(source(), batch=4)
+    run = viewing(encoder).run(source())
     next(run)
-    assert len(read) == 4
-
-
-def test_run_refuses_an_empty_batch(encoder):
-    with pytest.raises(InputError, match="batch=0"):
-        list(viewing(encoder).run([picture(0)], batch=0))
+    few = len(read)
+    assert few <= 2 + 2 * torch.get_num_threads()
+    next(run), next(run)
+    assert len(read) == few + 2
 
 
 def test_run_takes_features_too(session, stream):
     fork, features = session.fork(), list(stream)
-    found = list(session.run(features, batch=8))
+    found = list(session.run(features))
     assert all(given is views for (given, _), views in zip(found, features, strict=True))
     assert torch.equal(torch.stack([p.logits for _, p in found]), fork.scan(stream))
 
@@ -567,29 +591,45 @@ def photographs(tmp_path) -> list[Path]:
     return paths
 
 
-@pytest.mark.parametrize("batch", [1, 4, 16])
-def test_run_hands_bad_images_over_and_goes_on(encoder, photographs, batch):
+def test_run_hands_bad_images_over_and_goes_on(encoder, photographs):
     session, other = viewing(encoder, views=2), viewing(encoder, views=2)
     bad = []
-    found = list(session.run(photographs, batch=batch, on_error=lambda source, error: bad.append((source, error))))
+    found = list(session.run(photographs, on_error=lambda source, error: bad.append((source, error))))
     assert [source for source, _ in bad] == [photographs[2], photographs[4]]
     assert all(isinstance(error, ImageError) for _, error in bad)
     good = [photographs[n] for n in (0, 1, 3, 5)]
     assert [source for source, _ in found] == good
-    assert session.count == 4
+    assert (session.count, session.position) == (4, 6)
     for (_, prediction), path in zip(found, good, strict=True):
+        other.position = photographs.index(path)  # a bad image has its place in the input
         assert torch.equal(prediction.logits, other.step(path).logits)
 
 
-@pytest.mark.parametrize("batch", [1, 4, 16])
-def test_run_without_a_handler_stops_at_the_bad_image(encoder, photographs, batch):
+def test_whether_an_image_can_be_read_changes_no_view_of_those_after_it(encoder, photographs):
+    found = []
+    for _ in range(2):
+        session = viewing(encoder, "zero", views=4)  # which learns nothing
+        run = session.run(photographs, on_error=lambda *_: None)
+        found.append({path: prediction.logits for path, prediction in run})
+        picture(2).save(photographs[2])
+    assert len(found[1]) == len(found[0]) + 1
+    assert all(torch.equal(found[1][path], logits) for path, logits in found[0].items())
+
+
+def test_run_that_ends_with_a_bad_image_has_passed_it(encoder, photographs):
+    session = viewing(encoder)
+    list(session.run(photographs[:5], on_error=lambda *_: None))
+    assert (session.count, session.position) == (3, 5)
+
+
+def test_run_without_a_handler_stops_at_the_bad_image(encoder, photographs):
     session = viewing(encoder)
     found = []
     with pytest.raises(ImageError, match=r"2\.png"):
-        for source, _ in session.run(photographs, batch=batch):
+        for source, _ in session.run(photographs):
             found.append(source)
     assert found == photographs[:2]
-    assert session.count == 2
+    assert session.count == session.position == 2
 
 
 def test_views_depend_on_the_seed_and_on_the_place_in_the_stream(encoder):
@@ -599,7 +639,7 @@ def test_views_depend_on_the_seed_and_on_the_place_in_the_stream(encoder):
     assert not torch.equal(other.predict(picture(0)).logits, first)
     assert torch.equal(session.predict(picture(0)).logits, first)
     moved = session.fork()
-    moved.count = 1  # the same image and memory, one place later
+    moved.position = 1  # the same image and memory, one place later
     assert not torch.equal(moved.predict(picture(0)).logits, first)
 
 

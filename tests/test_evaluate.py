@@ -134,6 +134,29 @@ def test_the_command_writes_tables_and_goes_on(pets, tmp_path, capsys) -> None:
     assert "| pets | zeroshot |" in (tmp_path / "o" / "results.md").read_text()
 
 
+def test_the_command_loads_no_encoder_where_nothing_is_left_to_do(pets, tmp_path, capsys, monkeypatch) -> None:
+    arguments = ["eval", pets, "--encoder", "tiny", "--methods", "zeroshot,dpe", "--seeds", "1,2", "--views", 2]
+    arguments += ["--out", tmp_path / "o", "--json"]
+    assert command(*arguments) == 0
+    first = capsys.readouterr().out
+
+    def asked(name: str, *_: object) -> None:
+        raise InputError(f"asked for {name}")
+
+    monkeypatch.setattr("testtime.encoders.load_encoder", asked)
+    assert command(*arguments) == 0
+    assert capsys.readouterr().out == first
+    assert command(*arguments, "--seeds", "3") == 2 and "asked for tiny" in capsys.readouterr().err
+    assert command(*arguments, "--encoder", "tiny:4") == 2 and "asked for tiny:4" in capsys.readouterr().err
+
+
+def test_features_that_are_there_are_enough_for_another_method(pets, tmp_path, capsys, monkeypatch) -> None:
+    arguments = ["eval", pets, "--encoder", "tiny", "--views", 2, "--seeds", "1", "--out", tmp_path / "o", "--json"]
+    assert command(*arguments, "--methods", "tda") == 0
+    monkeypatch.setattr("testtime.encoders.load_encoder", None)
+    assert command(*arguments, "--methods", "tda,dpe") == 0, capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("extra", "message"),
     [

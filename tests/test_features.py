@@ -6,11 +6,12 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tolerances import assert_close
 
 from testtime import Features, save_features, toy
 from testtime.features import unit_views, write_index
+from testtime.files import open_tensors, write_tensors
 from testtime.types import FeatureError
 
 N, V, C, D = 10, 3, 4, 8
@@ -33,6 +34,40 @@ def file(parts, tmp_path):
         return tmp_path / name
 
     return write
+
+
+# --- files of tensors ---
+
+
+TENSORS = {"b": torch.arange(5.0), "a": torch.arange(6).view(2, 3), "c": torch.randn(3, 4, 2).half()}
+FACTS = {"seed": "3", "encoder": "tiny", "classnames": '["Katze", "Gänse", "狐"]', "note": ""}
+
+
+def test_the_same_tensors_and_metadata_give_the_same_bytes_in_any_order(tmp_path):
+    first = write_tensors(tmp_path / "a", TENSORS, FACTS).read_bytes()
+    for turn in range(1, 4):
+        facts = dict(list(FACTS.items())[turn:] + list(FACTS.items())[:turn])
+        tensors = dict(list(TENSORS.items())[turn % 3 :] + list(TENSORS.items())[: turn % 3])
+        assert write_tensors(tmp_path / "b", tensors, facts).read_bytes() == first
+    assert write_tensors(tmp_path / "b", TENSORS, FACTS | {"seed": "4"}).read_bytes() != first
+
+
+@pytest.mark.parametrize("length", [*range(70), 1000])
+def test_the_numbers_of_a_file_begin_at_a_multiple_of_64(tmp_path, length):
+    path = write_tensors(tmp_path / "a", TENSORS, FACTS | {"note": length * "x"})
+    header = int.from_bytes(path.read_bytes()[:8], "little")
+    assert (8 + header) % 64 == 0
+    stored = load_file(path)
+    assert stored.keys() == TENSORS.keys()
+    assert all(torch.equal(stored[name], tensor) for name, tensor in TENSORS.items())
+    assert open_tensors(path).metadata() == FACTS | {"note": length * "x"}
+
+
+def test_tensors_that_are_parts_or_turned_are_written_as_they_read(tmp_path):
+    whole = torch.arange(24.0).view(4, 6)
+    given = {"turned": whole.T, "part": whole[1:3, ::2], "same": whole[1:3, ::2]}
+    stored = load_file(write_tensors(tmp_path / "a", given, {}))
+    assert all(torch.equal(stored[name], tensor) for name, tensor in given.items())
 
 
 # --- round trips ---

@@ -1,8 +1,9 @@
-"""Stored runs of the authors' released code, replayed through Session and through the command line."""
+"""Stored runs of the authors' released code, replayed through every stepper and through the command line."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,9 +17,27 @@ from tolerances import assert_close
 from testtime import Features, Session, registry
 from testtime.bank import Bank
 from testtime.cli import main
+from testtime.features import unit_views
 from testtime.methods.base import kinds, leaves
+from testtime.steppers import open_stepper
+from testtime.steppers.gpu import graph
+from testtime.types import Task
 
 Expected = dict[str, torch.Tensor]
+
+STEPPERS: dict[str, Callable[..., Any]] = {
+    "chosen": open_stepper,
+    "reference": partial(open_stepper, reference=True),
+    "graph": graph.Stepper,  # as on a GPU, without capturing
+}
+
+
+class Replayed(NamedTuple):
+    """A run after its last image."""
+
+    task: Task
+    method: Any
+    state: Any
 
 
 def check_queue(bank: Bank, expected: Expected, prefix: str) -> None:
@@ -30,41 +49,41 @@ def check_queue(bank: Bank, expected: Expected, prefix: str) -> None:
     assert_close(entropy, expected[f"{prefix}_entropy"], "golden", f"{prefix} entropy")
 
 
-def check_dpe(session: Session, stream: torch.Tensor, expected: Expected) -> None:
-    state = session.state
+def check_dpe(run: Replayed, stream: torch.Tensor, expected: Expected) -> None:
+    state = run.state
     assert_close(state.text, expected["text"], "golden", "text")
     assert state.updates.item() == expected["text_updates"].item()
     check_queue(state.queue, expected, "queue")
 
 
-def check_tda(session: Session, stream: torch.Tensor, expected: Expected) -> None:
-    check_queue(session.state.positive, expected, "pos")
-    check_queue(session.state.negative, expected, "neg")
-    assert_close(session.state.negative_prob, expected["neg_prob"], "golden", "neg_prob")
+def check_tda(run: Replayed, stream: torch.Tensor, expected: Expected) -> None:
+    check_queue(run.state.positive, expected, "pos")
+    check_queue(run.state.negative, expected, "neg")
+    assert_close(run.state.negative_prob, expected["neg_prob"], "golden", "neg_prob")
 
 
-def check_dmn(session: Session, stream: torch.Tensor, expected: Expected) -> None:
-    filled = session.state.entropy.isfinite()
+def check_dmn(run: Replayed, stream: torch.Tensor, expected: Expected) -> None:
+    filled = run.state.entropy.isfinite()
     assert filled.sum(1).tolist() == expected["memory_count"].tolist()
-    entropy = torch.where(filled, session.state.entropy, torch.zeros_like(session.state.entropy))
+    entropy = torch.where(filled, run.state.entropy, torch.zeros_like(run.state.entropy))
     assert_close(entropy, expected["memory_entropy"], "golden", "memory entropy")
     if "memory_features" in expected:
-        assert_close(session.state.features, expected["memory_features"], "golden", "memory features")
+        assert_close(run.state.features, expected["memory_features"], "golden", "memory features")
 
 
-def check_tps(session: Session, stream: torch.Tensor, expected: Expected) -> None:
+def check_tps(run: Replayed, stream: torch.Tensor, expected: Expected) -> None:
     for name, views in (("shift_first", stream[0]), ("shift_last", stream[-1])):
-        assert_close(session.method.shift(session.task, views), expected[name], "golden", name)
-    check_nothing(session, stream, {})
+        assert_close(run.method.shift(run.task, views), expected[name], "golden", name)
+    check_nothing(run, stream, {})
 
 
-def check_nothing(session: Session, stream: torch.Tensor, expected: Expected) -> None:
-    assert leaves(session.state) == []
+def check_nothing(run: Replayed, stream: torch.Tensor, expected: Expected) -> None:
+    assert leaves(run.state) == []
 
 
 class Traced(NamedTuple):
     name: str  # in the registry
-    check_state: Callable[[Session, torch.Tensor, Expected], None]  # session and stream after the last image
+    check_state: Callable[[Replayed, torch.Tensor, Expected], None]  # run and stream after the last image
     state: frozenset[str] = frozenset()  # names of `state.*` that `check_state` looks at
     optional: frozenset[str] = frozenset()  # those that some traces leave out
     remarks: frozenset[str] = frozenset()  # hp.* that describe the run and are no settings
@@ -123,20 +142,22 @@ def settings_in(facts: dict[str, str]) -> dict[str, str]:
 
 @every_trace
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
-@pytest.mark.parametrize("reference", [False, True], ids=["fast", "reference"])
-def test_replay_gives_the_stored_logits_predictions_and_state(trace, dtype, reference):
+@pytest.mark.parametrize("opened", STEPPERS.values(), ids=STEPPERS.keys())
+def test_replay_gives_the_stored_logits_predictions_and_state(trace, dtype, opened):
     store = Features(trace)
-    traced = METHODS[store.metadata["method"]]
-    session = Session(store.task(dtype), traced.name, reference=reference, **settings_in(store.metadata))
-    stream = torch.cat(list(store.chunks(dtype=dtype, size=64)))
-    logits = torch.cat([session.scan(chunk) for chunk in stream.split(64)])
+    traced, task = METHODS[store.metadata["method"]], store.task(dtype)
+    method = registry.make_method(traced.name, None, settings_in(store.metadata))
+    stepper = opened(task, [method], [method.init(task)])
+    stream = unit_views(torch.cat(list(store.chunks(dtype=dtype, size=64))), task.text)
+    with torch.inference_mode():
+        logits = torch.cat([stepper.scan(chunk)[0] for chunk in stream.split(64)])
 
     with safe_open(trace, "pt") as file:
         assert_close(logits, file.get_tensor("expected_logits"), "golden", "logits")
         assert torch.equal(logits.argmax(1), file.get_tensor("expected_pred"))
         state = {n.removeprefix("state."): file.get_tensor(n) for n in file.keys() if n.startswith("state.")}
     assert set(state) - traced.optional == traced.state
-    traced.check_state(session, stream, state)
+    traced.check_state(Replayed(task, method, stepper.snapshot()[0]), stream, state)
 
     accuracy = 100 * (logits.argmax(1) == store.labels).double().mean().item()
     assert accuracy == pytest.approx(float(store.metadata["accuracy"]), abs=1e-4)
@@ -168,7 +189,7 @@ def test_the_parts_of_dmn_are_the_stored_ones(trace, dtype):
     task, method = store.task(dtype), registry.make_method("dmn", None, settings_in(store.metadata))
     state: Any = method.init(task)
     parts: dict[str, list[torch.Tensor]] = {"vote_prob": [], "text_prob": [], "memory_prob": []}
-    for views in Session(task, method)._features(list(store.read(0, len(store), dtype))):
+    for views in unit_views(store.read(0, len(store), dtype), task.text):
         state = method.remember(task, state, views)
         found = method.vote(task, views), *method.parts(task, state, views)
         for name, part in zip(parts, found, strict=True):

@@ -18,10 +18,10 @@ import json, sys
 import numpy as np, torch
 from PIL import Image
 sys.path.insert(0, sys.argv[1])
-from test_fast_views import AMOUNTS, photo, raw
+from test_gpu_views import AMOUNTS, photo, raw
 from testtime import views as plain
-from testtime.fast import pixels, views as fast
-from testtime.fast.draw import NAMES, NOTHING, Mixes, draw
+from testtime.encoding import gpu_pixels as pixels, gpu_views as fast
+from testtime.encoding.draw import NAMES, NOTHING, Mixes, draw
 from testtime.views import OPERATIONS
 
 found = {}

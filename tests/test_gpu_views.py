@@ -9,8 +9,8 @@ from PIL import Image
 from torch import Tensor
 
 from testtime import views as plain
-from testtime.fast import views as fast
-from testtime.fast.draw import draw
+from testtime.encoding import gpu_views as fast
+from testtime.encoding.draw import draw
 from testtime.types import InputError
 from testtime.views import OPERATIONS, Operation, Preprocess
 

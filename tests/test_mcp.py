@@ -214,7 +214,7 @@ def test_learned_says_whether_a_cache_took_the_image_in():
         _, after = method.step(task, state, views)
         taken = any((bank.keys == views[0]).all(2).any() for bank in (after.entropy, after.align, after.negative))
         assert method.learned(state, after) == bool(taken)
-        said.append(method.learned(state, after))
+        said.append(bool(method.learned(state, after)))
         state = after
     assert set(said) == {True, False}
 

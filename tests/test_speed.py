@@ -24,9 +24,10 @@ def test_every_stage_runs_in_small(speed: Any, tmp_path: Path) -> None:
     assert set(report["results"]) == set(speed.STAGES) - {"kernels"}  # there are none on the CPU
     assert report["machine"]["torch"] == torch.__version__
     step = report["results"]["step"]
-    assert step["dpe, runner"] > 0 and step["dpe, runner: largest difference of a logit"] < 1e-3
+    assert step["dpe, stepper"] > 0 and step["dpe, stepper: largest difference of a logit"] < 1e-3
     assert report["results"]["views"]["AugMix: mean difference from Pillow"] < 1
     assert report["results"]["whole"]["ViT-B-16, AugMix: least cosine with the plain features"] > 0.99
+    assert report["results"]["commands"]["run, crops"] > 0 and report["results"]["commands"]["replay, dpe"] > 0
     assert svg.read_text().startswith("<svg") and "ms</text>" in svg.read_text()
 
 
@@ -54,7 +55,10 @@ def test_targets_name_what_is_measured(speed: Any, tmp_path: Path, capsys: pytes
     assert "of 4" in capsys.readouterr().out
 
 
-def test_unknown_stage_is_refused(speed: Any, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("words", "said"), [("--stages warp", "unknown stages warp"), ("--images 9", "at least 52")])
+def test_what_cannot_be_measured_is_refused(
+    speed: Any, words: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit, match="2"):
-        speed.main(["--stages", "warp"])
-    assert "unknown stages warp" in capsys.readouterr().err
+        speed.main(words.split())
+    assert said in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The fast twins of TDA, TPS and DMN-ZS against the methods themselves, from the same states and over whole streams."""
+"""The compiled loops of TDA, TPS and DMN-ZS against the methods, from the same states and over whole streams."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from test_fast import assert_goes_on
+from test_steppers_cpu_dpe import assert_goes_on
 from tolerances import assert_close
 
 import testtime as tt
-from testtime import fast, oracle
+from testtime import oracle, steppers
 from testtime.methods.base import leaves
 from testtime.methods.dmn import DMN
 from testtime.methods.tda import TDA
 from testtime.methods.tps import TPS
+from testtime.steppers import form_of, open_stepper, together
+from testtime.steppers.plain import Plain, Row
 from testtime.sweeps import sweep
 
 CASES = {
@@ -60,18 +62,18 @@ def with_ties(task: tt.Task, stream: torch.Tensor) -> tuple[tt.Task, torch.Tenso
 
 
 def followed(task: tt.Task, method: Any, stream: torch.Tensor) -> None:
-    """Hold every step of the twin, made anew from the plain state, to the method's own."""
+    """Hold every step of the loops, from the plain state, to the method's own."""
     state = method.init(task)
     for image in stream:
-        runner = fast.runner(task, [method], [state])
-        assert runner is not None
+        stepper = open_stepper(task, [method], [state])
+        assert not isinstance(stepper, Plain)
         kept = [leaf.clone() for leaf in leaves(state)]
-        (logits,), (learned,) = runner.step(image)
+        (logits,), (learned,) = stepper.step(image)
         expected, after = method.step(task, state, image)
-        assert_close(logits, expected, "twin", "logits")
+        assert_close(logits, expected, "stepper", "logits")
         assert learned == method.learned(state, after)
         assert all(map(torch.equal, leaves(state), kept)), "the state given is left alone"
-        assert all(map(torch.equal, leaves(runner.states()[0]), leaves(after)))
+        assert all(map(torch.equal, leaves(stepper.snapshot()[0]), leaves(after)))
         state = after
 
 
@@ -91,13 +93,13 @@ def test_ties_are_broken_as_the_method_breaks_them(method: Any, views: int) -> N
 
 
 @every_case
-def test_a_stream_through_the_twin_ends_where_the_method_s_own_does(method: Any) -> None:
+def test_a_stream_ends_where_the_method_s_own_does(method: Any) -> None:
     task, stream = toy(images=200)
-    twin, plain = tt.Session(task, method), tt.Session(task, method, reference=True)
-    ours, expected = twin.scan(stream), plain.scan(stream)
-    assert_close(ours, expected, "twin")
-    assert torch.equal(ours.argmax(1), expected.argmax(1))
-    assert all(map(torch.equal, leaves(twin.state), leaves(plain.state)))
+    ours, plain = tt.Session(task, method), tt.Session(task, method, reference=True)
+    logits, expected = ours.scan(stream), plain.scan(stream)
+    assert_close(logits, expected, "stepper")
+    assert torch.equal(logits.argmax(1), expected.argmax(1))
+    assert all(map(torch.equal, leaves(ours.state), leaves(plain.state)))
 
 
 @one_of_each
@@ -116,32 +118,32 @@ GRIDS = {
 @pytest.mark.parametrize("methods", GRIDS.values(), ids=GRIDS.keys())
 def test_settings_side_by_side_give_what_each_gives_alone(methods: list[Any]) -> None:
     task, stream = toy()
-    assert len({fast.shape(task, method) for method in methods}) == 1
-    together = sweep(task, methods, stream.split(25))
-    for method, logits in zip(methods, together, strict=True):
+    assert len({together(task, method) for method in methods}) == 1
+    side_by_side = sweep(task, methods, stream.split(25))
+    for method, logits in zip(methods, side_by_side, strict=True):
         assert torch.equal(logits, tt.Session(task, method).scan(stream))
 
 
 def test_different_methods_never_run_side_by_side() -> None:
     task, _ = toy()
-    assert len({fast.shape(task, method) for method in (TDA(), TPS(), DMN(), TDA(selection=0.2))}) == 4
-    assert fast.runner(task, [TDA(), DMN()]) is None
+    assert len({together(task, method) for method in (TDA(), TPS(), DMN(), TDA(selection=0.2))}) == 4
+    assert isinstance(open_stepper(task, [TDA(), DMN()]), Row)
 
 
 def test_several_steps_of_tps_are_left_to_the_method() -> None:
     task, stream = toy()
-    assert fast.runner(task, [TPS(steps=2)]) is None
+    assert isinstance(open_stepper(task, [TPS(steps=2)]), Plain)
     plain = tt.Session(task, TPS(steps=2), reference=True).scan(stream)
     assert torch.equal(tt.Session(task, TPS(steps=2)).scan(stream), plain)
 
 
-def test_a_class_derived_from_a_method_is_not_replaced_by_its_twin() -> None:
+def test_a_class_derived_from_a_method_runs_its_own_steps() -> None:
     class Own(TDA):
         pass
 
     task, _ = toy()
-    assert fast.runner(task, [Own()]) is None
-    assert fast.runner(task, [oracle.parts_of(DMN())]) is None
+    assert form_of(task, Own()) is None
+    assert form_of(task, oracle.parts_of(DMN())) is None
 
 
 def test_a_state_that_holds_more_than_probabilities_is_asked_in_full() -> None:
@@ -151,13 +153,13 @@ def test_a_state_that_holds_more_than_probabilities_is_asked_in_full() -> None:
     state = method.init(task)
     negative = state.negative._replace(keys=state.negative.keys + 0.1, cost=torch.zeros_like(state.negative.cost))
     state = state._replace(negative=negative, negative_prob=torch.full_like(state.negative_prob, 0.9))
-    (logits,), _ = fast.runner(task, [method], [state]).step(stream[0])  # type: ignore[union-attr]
-    assert_close(logits, method.step(task, state, stream[0])[0], "twin")
+    (logits,), _ = open_stepper(task, [method], [state]).step(stream[0])
+    assert_close(logits, method.step(task, state, stream[0])[0], "stepper")
 
 
 @one_of_each
 def test_without_numba_the_method_s_own_steps_do_the_work(method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     task, stream = toy()
-    monkeypatch.setattr(fast, "find_spec", lambda name: None)
-    assert fast.runner(task, [method]) is None
+    monkeypatch.setattr(steppers, "find_spec", lambda name: None)
+    assert isinstance(open_stepper(task, [method]), Plain)
     assert torch.equal(tt.Session(task, method).scan(stream), tt.Session(task, method, reference=True).scan(stream))

@@ -8,24 +8,24 @@ import math
 import os
 import subprocess
 import sys
-import warnings
-from collections import OrderedDict
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from test_fast import SETTINGS
+from test_steppers_cpu_dpe import SETTINGS
 from tolerances import TOLERANCES
 
 import testtime as tt
-from testtime.fast import abreast, capture, fused, graph
+from testtime import capture, steppers
 from testtime.methods.dpe import DPE
+from testtime.steppers.forms import FORMS, understood
+from testtime.steppers.gpu import dpe, graph
 
 pytest.importorskip("triton")
 
+(KERNELS,) = (form for form in FORMS if form.device == "cuda")
 NOT_FOR_KERNELS = {"no queues", "views chosen again"}
 FITTING = [name for name in SETTINGS if name not in NOT_FOR_KERNELS]
 
@@ -54,23 +54,23 @@ import gc, json, sys
 from dataclasses import replace
 import torch
 sys.path.insert(0, sys.argv[1])
-from test_fast import SETTINGS
-from test_fast_fused import FITTING, SIDE_BY_SIDE
+from test_steppers_cpu_dpe import SETTINGS
+from test_steppers_gpu_dpe import FITTING, SIDE_BY_SIDE
 import testtime as tt
 from testtime.bank import Bank
-from testtime.fast import abreast, fused, graph
 from testtime.methods.base import leaves
 from testtime.methods.dpe import DPE
+from testtime.steppers.gpu import dpe, graph
 
 gc.disable()  # the interpreter makes many objects, and no rings of them
 # small tiles, so that small tasks have several of each
-fused.PAD, fused.FEW = 32, 0
+dpe.PAD, dpe.FEW = 32, 0
 for name, tile in {
     "view_logits": dict(VIEWS=16, DEPTH=16), "choose": dict(PART=16), "rows": dict(CELLS=512),
     "similarity": dict(ROWS=16, COLUMNS=32, DEPTH=16), "misplace": dict(ROWS=16, COLUMNS=32),
     "pull": dict(ROWS=32, COLUMNS=16, DEPTH=16),
 }.items():
-    fused.TILES[name].update(tile)
+    dpe.TILES[name].update(tile)
 
 def far(ours, plain):
     ours, plain = ours.double(), plain.double()
@@ -83,20 +83,23 @@ def late(classes, views, images=23, start=20, **settings):
     return task, method, method.scan(task, method.init(task), stream[:start])[1], stream[start:]
 
 def step(method, task, state, image):
-    state, logits = graph._copied(state), torch.empty(task.classes)
-    steps = fused.Fused([method], task, abreast.alone(state), len(image))
-    steps.step(image, logits)
-    return logits, state, steps
+    logits, kernels = torch.empty(1, task.classes), dpe.Kernels([method], task, len(image))
+    kernels.restore([state])
+    kernels.step(image, logits)
+    return logits[0], kernels.snapshot()[0], kernels
 
 def steps_apart(classes, views, start, settings):
     task, method, state, stream = late(classes, views, images=start + 2, start=start, **settings)
     logits_apart = state_apart = 0.0
+    learned_alike = True
     for image in stream:
-        logits, reached, _ = step(method, task, state, image)
-        expected, state = method.step(task, state, image)
+        logits, reached, kernels = step(method, task, state, image)
+        expected, after = method.step(task, state, image)
         logits_apart = max(logits_apart, far(logits, expected))
-        state_apart = max(state_apart, *map(far, leaves(reached), leaves(state)))
-    return logits_apart, state_apart
+        state_apart = max(state_apart, *map(far, leaves(reached), leaves(after)))
+        learned_alike &= bool(kernels.learned[0]) == bool(method.learned(state, after))
+        state = after
+    return logits_apart, state_apart, learned_alike
 
 found = {}
 for name in FITTING:
@@ -105,25 +108,35 @@ found["one view"] = steps_apart(10, 1, 20, {})
 found["more classes"] = steps_apart(37, 20, 30, {})
 found["first images"] = steps_apart(7, 3, 0, {})
 found["all views"] = steps_apart(10, 20, 20, {"selection": 1.0})
-room, fused.ROOM = fused.ROOM, 0
+room, dpe.ROOM = dpe.ROOM, 0
 found["whole sums"] = steps_apart(37, 5, 20, {})
-fused.ROOM = room
+dpe.ROOM = room
 
-# a stream through a runner, in two goes
+# a stream through a stepper, in two goes, and with looks in between
+graph.STEPS = 4
 task, stream, _ = tt.toy(classes=10, dim=24, images=7, views=12)
 method = DPE(entropy_threshold=0.3)
 expected, last = method.scan(task, method.init(task), stream)
-runner = graph.Runner(method, task, 12, steps=4, kernels=True)
-assert runner._fused is not None
-whole = runner.run(stream)
+stepper = dpe.Stepper(task, [method], [method.init(task)])
+whole = stepper.scan(stream)[0]
+assert isinstance(stepper._body, dpe.Kernels)
 found["stream"] = [far(whole, expected), float((whole.argmax(1) == expected.argmax(1)).float().mean())]
-found["stream updates"] = [int(runner.state().updates), int(last.updates)]
-runner.load(task, method.init(task))
-first = runner.run(stream[:4])
-half = runner.state()
-runner.run(stream[:1])
-runner.load(task, half)
-found["stream in two goes"] = far(torch.cat([first, runner.run(stream[4:])]), whole)
+found["stream updates"] = [int(stepper.snapshot()[0].updates), int(last.updates)]
+stepper.restore([method.init(task)])
+first = stepper.scan(stream[:4])[0]
+half = stepper.snapshot()
+stepper.scan(stream[:1])
+stepper.restore(half)
+found["stream in two goes"] = far(torch.cat([first, stepper.scan(stream[4:])[0]]), whole)
+stepper.restore(half)
+apart, changed = 0.0, 0.0
+for image, logits in zip(stream[4:], whole[4:]):
+    before = stepper.snapshot()
+    looks = [stepper.peek(image), stepper.peek(stream[0]), stepper.peek(image)]
+    changed = max(changed, *map(far, leaves(stepper.snapshot()), leaves(before)))
+    answer = stepper.step(image)[0]
+    apart = max(apart, *(far(each[0], logits) for each in (looks[0], looks[2], answer)))
+found["looks"] = [apart, changed]
 
 # the products of the alignment: not again unless a prototype has changed
 task, method, state, stream = late(10, 3, entropy_threshold=0.0)
@@ -131,14 +144,14 @@ state = state._replace(queue=Bank(state.queue.keys, torch.zeros_like(state.queue
 logits, state, steps = step(method, task, state, stream[0])
 steps.similarity.fill_(7)
 steps.misplaced.fill_(7)
-steps.step(stream[0], kept := torch.empty_like(logits))
-found["kept"] = [far(kept, logits), float((steps.similarity - 7).abs().max())]
+steps.step(stream[0], kept := torch.empty(1, task.classes))
+found["kept"] = [far(kept[0], logits), float((steps.similarity - 7).abs().max())]
 steps.state.cost.fill_(9)
 steps.step(stream[1], kept)
 found["anew"] = float((steps.similarity - 7).abs().min())
 
 # settings side by side, each from a state of its own
-fused.TILES["similarity"]["SPLIT"] = 2
+dpe.TILES["similarity"]["SPLIT"] = 2
 task, stream, _ = tt.toy(classes=7, dim=24, images=40, views=3)
 methods = [DPE(**settings) for settings in SIDE_BY_SIDE]
 states = []
@@ -146,24 +159,26 @@ for run, method in enumerate(methods):
     state = method.init(task)._replace(text=task.text.roll(run, 0))  # an image has another label in every run
     states.append(method.scan(task, state, stream[: 2 + 2 * run])[1])
 stream = stream[[25, 29]]  # the first is of a class that none has seen
-runner = graph.Runner(abreast.Abreast(task, methods), task, 3, steps=2, kernels=True)
-runner.load(task, abreast.State(*map(torch.stack, zip(*map(leaves, states)))))
-found["seen"] = runner._fused.seen.tolist()
+stepper = dpe.Stepper(task, methods, states)
+stepper.warm_up(3)
+found["seen"] = stepper._body.seen.tolist()
 together, moves = [], []
 for image in stream:
-    before = runner.state().updates
-    together.append(runner.run(image[None])[0])
-    moves.append((runner.state().updates - before).tolist())
+    before = [state.updates for state in stepper.snapshot()]
+    together.append(stepper.step(image)[0])
+    moves.append([int(state.updates - old) for state, old in zip(stepper.snapshot(), before)])
 found["moves"] = moves
-found["pulls"] = runner._fused.pulls.abs().amax((1, 2, 3, 4)).tolist()
+found["pulls"] = stepper._body.pulls.abs().amax((1, 2, 3, 4)).tolist()
 found["side by side"] = []
-for run, (method, end) in enumerate(zip(methods, states)):
-    logits, same = torch.empty(7), True
-    steps = fused.Fused([method], task, abreast.alone(end), 3)
+for run, (method, state) in enumerate(zip(methods, states)):
+    logits, same = torch.empty(1, 7), True
+    alone = dpe.Kernels([method], task, 3)
+    alone.restore([state])
     for image, rows in zip(stream, together):
-        steps.step(image, logits)
-        same = same and torch.equal(rows[run], logits)
-    found["side by side"].append(same and all(map(torch.equal, leaves(end), [leaf[run] for leaf in runner._state])))
+        alone.step(image, logits)
+        same = same and torch.equal(rows[run], logits[0])
+    ends = leaves(alone.snapshot()[0]), leaves(stepper.snapshot()[run])
+    found["side by side"].append(same and all(map(torch.equal, *ends)))
 
 # ties: the first class of equal logits; behind equal costs, and only if better than the worst
 task, method, state, stream = late(10, 1, text_update="none")
@@ -203,9 +218,9 @@ def found() -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", [*FITTING, *SHAPES])
 def test_each_step_is_the_method_s_own_from_the_same_state(found: dict[str, Any], name: str) -> None:
-    logits, state = found[name]
-    assert logits < TOLERANCES["twin"][torch.float32]["atol"]
-    assert state < 1e-5
+    logits, state, learned_alike = found[name]
+    assert logits < TOLERANCES["stepper"][torch.float32]["atol"]
+    assert state < 1e-5 and learned_alike
 
 
 def test_a_stream_ends_where_the_method_s_own_does(found: dict[str, Any]) -> None:
@@ -217,6 +232,10 @@ def test_a_stream_ends_where_the_method_s_own_does(found: dict[str, Any]) -> Non
 
 def test_a_run_goes_on_bit_for_bit_from_a_state_that_is_loaded(found: dict[str, Any]) -> None:
     assert found["stream in two goes"] == 0
+
+
+def test_a_look_gives_what_the_step_gives_and_changes_nothing(found: dict[str, Any]) -> None:
+    assert found["looks"] == [0, 0]
 
 
 def test_the_alignment_is_computed_anew_only_after_a_prototype_has_changed(found: dict[str, Any]) -> None:
@@ -254,9 +273,9 @@ class Launches:
         self.programs: dict[str, int] = {}
 
     def __getattr__(self, name: str) -> Any:
-        from testtime.fast import fused_alignment, fused_kernels
+        from testtime.steppers.gpu import dpe_alignment, dpe_kernels
 
-        kernel = getattr(fused_kernels, name, None) or getattr(fused_alignment, name)
+        kernel = getattr(dpe_kernels, name, None) or getattr(dpe_alignment, name)
 
         class Kernel:
             def __getitem__(_, grid: tuple[int, ...]) -> Any:
@@ -314,8 +333,8 @@ def launches(
     task, stream, _ = tt.toy(classes=classes, dim=dim, images=1, views=64)
     methods, recorder = [DPE(**settings)] * runs, recorder or Launches()
     with monkeypatch.context() as patch:
-        patch.setattr(fused.Fused, "refresh", lambda self: None)
-        steps = fused.Fused(methods, task, abreast.Abreast(task, methods).init(task), 64)
+        patch.setattr(dpe.Kernels, "refresh", lambda self: None)
+        steps = dpe.Kernels(methods, task, 64)
     steps.kernels = steps.alignment = recorder  # type: ignore[assignment]
     steps.refresh()
     assert set(recorder.programs) == {"aim"} and steps.stale.tolist() == [1] * runs
@@ -347,13 +366,13 @@ def test_settings_side_by_side_are_as_many_launches_with_the_same_tiles(monkeypa
 
 
 def test_room_counts_what_a_run_takes_beside_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused.Fused, "refresh", lambda self: None)
+    monkeypatch.setattr(dpe.Kernels, "refresh", lambda self: None)
     for classes, dim in ((100, 512), (1000, 512), (37, 100)):
         task, _, _ = tt.toy(classes=classes, dim=dim, images=1)
         methods = [DPE(), DPE(alpha=2.0)]
-        steps = fused.Fused(methods, task, abreast.Abreast(task, methods).init(task), 1)
+        steps = dpe.Kernels(methods, task, 1)
         taken = sum(buffer.nbytes for buffer in vars(steps).values() if isinstance(buffer, torch.Tensor))
-        assert 0.8 * taken < 2 * fused.room(task) < 1.6 * taken
+        assert 0.8 * taken < 2 * dpe.room(task) < 1.6 * taken
 
 
 def test_every_kernel_compiles_for_a_gpu_that_is_not_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -364,62 +383,61 @@ def test_every_kernel_compiles_for_a_gpu_that_is_not_here(monkeypatch: pytest.Mo
 
 def test_stages_find_room_in_shared_memory() -> None:
     tile = {"ROWS": 128, "COLUMNS": 128, "DEPTH": 64}
-    assert [fused._stages(tile, room) for room in (232_448, 166_912, 101_376, 49_152)] == [3, 2, 1, 1]
+    assert [dpe._stages(tile, room) for room in (232_448, 166_912, 101_376, 49_152)] == [3, 2, 1, 1]
 
 
 @pytest.mark.parametrize(
     "settings", [{"queue": 0}, {"multi_view_prediction": True}, {"steps": 2}, {"align_both": True}], ids=str
 )
 def test_settings_that_the_kernels_are_not_written_for_are_left_alone(settings: dict[str, Any]) -> None:
-    task, _, _ = tt.toy()
-    assert fused.fits([DPE()], task, 4)
-    assert not fused.fits([DPE(**settings)], task, 4)
+    assert understood(KERNELS, DPE())
+    assert not understood(KERNELS, DPE(**settings))
 
 
-def test_other_methods_dtypes_and_shapes_are_left_alone() -> None:
+def test_other_methods_precisions_and_sizes_are_left_alone() -> None:
     class Own(DPE):
         pass
 
     task, _, _ = tt.toy()
-    assert fused.fits([DPE(), DPE(alpha=2.0)], task, 4)
-    assert not fused.fits([DPE(), DPE(queue=2)], task, 4)
-    assert not fused.fits([DPE(), Own()], task, 4)
-    assert not fused.fits([DPE()] * (fused.MOST_RUNS + 1), task, 4)
-    assert not fused.fits([Own()], task, 4)
-    assert not fused.fits([tt.make_method("tda")], task, 4)
-    assert not fused.fits([DPE()], task.to(dtype=torch.float64), 4)
-    assert not fused.fits([DPE()], task, fused.MOST_VIEWS + 1)
-    assert not fused.fits([DPE()], replace(task, text=task.text.T.contiguous().T), 4)
+    assert not understood(KERNELS, Own()) and not understood(KERNELS, tt.make_method("tda"))
+    assert dpe.fits(task) and not dpe.fits(task.to(dtype=torch.float64))
+    ghost = SimpleNamespace(text=task.text, classes=dpe.MOST_CLASSES + 1)
+    assert not dpe.fits(ghost)  # type: ignore[arg-type]
+
+
+def test_settings_that_differ_in_shape_or_in_the_views_they_read_have_a_stepper_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(steppers, "FORMS", [KERNELS._replace(device="cpu")])
+    task, _, _ = tt.toy()
+    grid = [DPE(), DPE(alpha=2.0), DPE(queue=2), DPE(selection=0.5), DPE(steps=0)]
+    keys = [steppers.together(task, method) for method in grid]
+    assert None not in keys and keys[0] == keys[1] and len(set(keys)) == 4
+
+
+@pytest.mark.parametrize(("limit", "most"), [("MOST_VIEWS", 3), ("MOST_RUNS", 1)])
+def test_more_views_or_runs_than_kernels_take_are_left_to_the_method(
+    limit: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dpe, limit, most)
+    task, stream, _ = tt.toy(images=5, views=4)
+    methods = [DPE(), DPE(alpha=2.0)]
+    stepper = dpe.Stepper(task, methods, [method.init(task) for method in methods])
+    for method, logits in zip(methods, stepper.scan(stream), strict=True):
+        assert torch.equal(logits, method.scan(task, method.init(task), stream)[0])
+    assert isinstance(stepper._body, graph.Own)
 
 
 def test_kernels_that_cannot_be_launched_leave_the_step_to_the_method(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(self: fused.Fused, views: torch.Tensor, out: torch.Tensor) -> None:
+    def broken(self: dpe.Kernels, views: torch.Tensor, out: torch.Tensor) -> None:
         self.state.text.zero_()  # half way
         raise RuntimeError("no room for that\nand a long story")
 
-    capture._said.clear()
-    monkeypatch.setattr(fused.Fused, "refresh", lambda self: None)
-    monkeypatch.setattr(fused.Fused, "step", broken)
+    monkeypatch.setattr(capture, "_said", set())
+    monkeypatch.setattr(dpe.Kernels, "refresh", lambda self: None)
+    monkeypatch.setattr(dpe.Kernels, "step", broken)
     task, stream, _ = tt.toy(images=5)
+    stepper = dpe.Stepper(task, [DPE()], [DPE().init(task)])
     with pytest.warns(RuntimeWarning, match=r"kernels of 'dpe' cannot be launched.*no room for that\)"):
-        runner = graph.Runner(DPE(), task, 4, kernels=True)
-    assert torch.equal(runner.run(stream), DPE().scan(task, DPE().init(task), stream)[0])
-
-
-@pytest.mark.parametrize("launched", [True, False])
-def test_a_stream_that_becomes_long_keeps_its_kernels(launched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def step(self: fused.Fused, views: torch.Tensor, out: torch.Tensor) -> None:
-        if not launched:
-            raise RuntimeError("no room for that")
-
-    monkeypatch.setattr(fused.Fused, "refresh", lambda self: None)
-    monkeypatch.setattr(fused.Fused, "step", step)
-    monkeypatch.setattr(graph, "Runner", partial(graph.Runner, kernels=True))
-    monkeypatch.setattr(graph, "_runners", OrderedDict())
-    monkeypatch.setattr(graph, "compiled", lambda function: function)
-    task, _, _ = tt.toy()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        short, long = (graph.runner_for(DPE(), task, 4, compile=compile) for compile in (False, True))
-    assert (short is long) == launched == short.has_kernels
-    assert graph.runner_for(DPE(), task, 4, compile=False) is short
+        (logits,) = stepper.scan(stream)
+    assert torch.equal(logits, DPE().scan(task, DPE().init(task), stream)[0])

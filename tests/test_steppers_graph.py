@@ -1,12 +1,9 @@
-"""Scans in graphs give what a method's own scan gives; what a GPU must not do is caught on the meta device."""
+"""Steps for graphs give what a method's own give; what a GPU must not do is caught on the meta device."""
 
 from __future__ import annotations
 
 import copy
-import os
-import warnings
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import pytest
@@ -14,8 +11,10 @@ import torch
 from torch import Tensor
 
 import testtime as tt
-from testtime.fast import capture, graph
+from testtime import capture
 from testtime.methods.base import Base, leaves
+from testtime.methods.dpe import DPE
+from testtime.steppers.gpu import graph
 from testtime.types import FeatureError, Task
 
 METHODS = ("dmn", "dota", "dpe", "mcp", "mta", "tda", "tps", "zero", "zeroshot")
@@ -28,7 +27,7 @@ class Total(NamedTuple):
 
 @dataclass(frozen=True)
 class Drift(Base):
-    """The least method there is that remembers something: small, so that compiling it is quick."""
+    """The least method there is that remembers something."""
 
     name: ClassVar[str] = "drift"
     rate: float = 0.1
@@ -46,11 +45,12 @@ def same(first: Any, second: Any) -> bool:
 
 
 @pytest.fixture(autouse=True)
-def forget() -> Any:
-    graph._runners.clear()
-    capture._said.clear()
-    yield
-    graph._runners.clear()
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture, "_said", set())
+
+
+def opened(task: Task, method: Any, **options: Any) -> graph.Stepper:
+    return graph.Stepper(task, [method], [method.init(task)], **options)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -60,54 +60,91 @@ def test_scan_is_the_methods_own(name: str, images: int) -> None:
     method = tt.make_method(name)
     start = method.init(task)
     kept = [leaf.clone() for leaf in leaves(start)]
+    stepper = graph.Stepper(task, [method], [start])
     with torch.inference_mode():
         expected, after = method.scan(task, start, stream)
-        logits, state = graph.scan(method, task, start, stream)
+        (logits,), (state,) = stepper.scan(stream), stepper.snapshot()
     assert torch.equal(logits, expected) and same(state, after)
     assert all(map(torch.equal, leaves(start), kept))
 
 
-def test_second_scan_goes_on_from_the_state_given_and_not_from_its_own() -> None:
+def test_a_stepper_goes_on_from_the_state_restored_and_not_from_its_own() -> None:
     task, stream, _ = tt.toy(images=40, views=12)
     method = tt.make_method("dpe")
-    _, halfway = graph.scan(method, task, method.init(task), stream[:20])
+    stepper = opened(task, method)
+    stepper.scan(stream[:20])
+    halfway = stepper.snapshot()
     kept = [leaf.clone() for leaf in leaves(halfway)]
-    twice = [graph.scan(method, task, halfway, stream[20:]) for _ in range(2)]
     whole, last = method.scan(task, method.init(task), stream)
-    assert torch.equal(twice[0][0], twice[1][0]) and torch.equal(twice[0][0], whole[20:])
-    assert same(twice[0][1], last) and all(map(torch.equal, leaves(halfway), kept))
-    assert len(graph._runners) == 1
+    for _ in range(2):
+        stepper.restore(halfway)
+        assert torch.equal(stepper.scan(stream[20:])[0], whole[20:]) and same(stepper.snapshot()[0], last)
+    assert all(map(torch.equal, leaves(halfway), kept))
 
 
-def test_task_of_the_same_shape_is_told_apart() -> None:
-    first, stream, _ = tt.toy(images=10)
-    second = tt.toy(seed=1)[0]
-    method = tt.make_method("tda")
-    graph.scan(method, first, method.init(first), stream)
-    logits, _ = graph.scan(method, second, method.init(second), stream)
-    assert torch.equal(logits, method.scan(second, method.init(second), stream)[0])
+def test_what_is_returned_is_the_caller_s_own() -> None:
+    task, stream, _ = tt.toy(images=40)
+    stepper = opened(task, DPE())
+    returned = [stepper.step(stream[0]), stepper.peek(stream[1]), stepper.scan(stream[2:35]), stepper.snapshot()]
+    kept = [leaf.clone() for leaf in leaves(returned)]
+    stepper.peek(stream[0])
+    stepper.step(stream[1])
+    stepper.scan(stream)
+    assert all(map(torch.equal, leaves(returned), kept))
 
 
-def test_few_runners_are_kept() -> None:
-    method = tt.make_method("zeroshot")
-    for classes in range(3, 12):
-        task, stream, _ = tt.toy(classes=classes, images=2)
-        graph.scan(method, task, method.init(task), stream)
-    assert len(graph._runners) == graph.KEPT
+def test_images_of_another_number_of_views_go_on_from_the_same_state() -> None:
+    task, stream, _ = tt.toy(images=30, views=12)
+    method = DPE(entropy_threshold=0.3)
+    stepper, state = opened(task, method), method.init(task)
+    for part, views in zip(stream.split(10), (12, 1, 12), strict=True):
+        expected, state = method.scan(task, state, part[:, :views])
+        assert torch.equal(stepper.scan(part[:, :views])[0], expected)
+    assert same(stepper.snapshot()[0], state)
+
+
+def test_settings_side_by_side_give_what_each_gives_alone() -> None:
+    task, stream, _ = tt.toy(images=40)
+    methods = [DPE(), DPE(alpha=2.0), DPE(entropy_threshold=0.0)]
+    stepper = graph.Stepper(task, methods, [method.init(task) for method in methods])
+    logits, learned = stepper.step(stream[0])
+    together = torch.cat([logits[:, None], stepper.scan(stream[1:])], 1)
+    assert learned.tolist() == [True] * 3
+    for method, rows, state in zip(methods, together, stepper.snapshot(), strict=True):
+        expected, after = method.scan(task, method.init(task), stream)
+        assert torch.equal(rows, expected) and same(state, after)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_each_step_says_whether_it_learned(name: str) -> None:
+    task, stream, _ = tt.toy(images=20)
+    method = tt.make_method(name)
+    stepper, state = opened(task, method), method.init(task)
+    for image in stream:
+        _, after = method.step(task, state, image)
+        _, learned = stepper.step(image)
+        assert learned.dtype == torch.bool and learned.tolist() == [bool(method.learned(state, after))]
+        state = after
 
 
 def test_no_images_give_no_logits() -> None:
     task, stream, _ = tt.toy(images=2)
-    method = tt.make_method("dpe")
-    state = method.init(task)
-    logits, after = graph.scan(method, task, state, stream[:0])
-    assert logits.shape == (0, 8) and same(after, state)
+    methods = [DPE(), DPE(alpha=2.0)]
+    stepper = graph.Stepper(task, methods, [method.init(task) for method in methods])
+    assert stepper.scan(stream[:0]).shape == (2, 0, 8)
+    stepper.step(stream[0])
+    before = stepper.snapshot()
+    assert stepper.scan(stream[:0]).shape == (2, 0, 8) and same(stepper.snapshot(), before)
 
 
-def test_features_of_another_shape_are_refused() -> None:
+def test_features_of_another_shape_are_refused_and_change_nothing() -> None:
     task, stream, _ = tt.toy(images=2)
-    with pytest.raises(FeatureError, match="takes features"):
-        graph.Runner(tt.make_method("dpe"), task, 7).run(stream)
+    stepper = opened(task, DPE())
+    stepper.step(stream[0])
+    before = stepper.snapshot()
+    with pytest.raises(FeatureError, match=r"must be \(V, 32\)"):
+        stepper.step(stream[1][:, :-1])
+    assert same(stepper.snapshot(), before)
 
 
 @pytest.mark.parametrize("views", [1, 12])
@@ -118,56 +155,27 @@ def test_step_never_reads_a_number_back(name: str, views: int) -> None:
     ghost = copy.copy(task)
     object.__setattr__(ghost, "text", task.text.to("meta"))
     method = tt.make_method(name)
-    logits, _ = method.step(ghost, method.init(ghost), stream[0].to("meta"))
+    before = method.init(ghost)
+    logits, after = method.step(ghost, before, stream[0].to("meta"))
     assert logits.shape == (8,)
-
-
-def test_compiled_steps_give_the_same(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    # traced, and its writes to the state taken apart, as on a GPU; only the kernels at the end are ready-made ones
-    monkeypatch.setattr(graph, "compiled", partial(capture.compiled, backend="aot_eager"))
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    task, stream, _ = tt.toy(images=9)
-    method = Drift()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the compiler's own, of which there is nothing to learn
-        runner = graph.Runner(method, task, 4, steps=4, compile=True)
-        logits = runner.run(stream)
-        runner.load(task, method.init(task))
-        again = runner.run(stream)
-    assert runner._step is not graph._step and not capture._said
-    expected, after = method.scan(task, method.init(task), stream)
-    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
-    assert torch.equal(again, logits)
-    assert int(runner.state().count) == int(after.count) == 9
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / ".cache" / "testtime" / "inductor")
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
-
-
-def test_step_that_cannot_be_compiled_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> Tensor:
-        raise RuntimeError("no kernel for that\nand a long story")
-
-    monkeypatch.setattr(graph, "compiled", lambda function: broken)
-    task, stream, _ = tt.toy(images=5)
-    runner = graph.Runner(Drift(), task, 4, compile=True)
-    with pytest.warns(RuntimeWarning, match=r"'drift' cannot be compiled.*no kernel for that\)"):
-        logits = runner.run(stream)
-    assert torch.equal(logits, Drift().scan(task, Drift().init(task), stream)[0])
+    learned = method.learned(before, after)  # a tensor, which nobody has looked at
+    assert learned.shape == () and learned.dtype == torch.bool
 
 
 def test_steps_that_cannot_be_captured_run_one_by_one_and_it_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(launch: Any) -> Any:
+    def refused(launch: Any, **_: Any) -> Any:
         launch()  # a warm-up changes the state before the capture fails
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(graph, "capture", refused)
+    monkeypatch.setattr(graph, "STEPS", 2)
     task, stream, _ = tt.toy(images=5)
     expected = Drift().scan(task, Drift().init(task), stream)[0]
     with pytest.warns(RuntimeWarning, match="'drift' cannot be captured") as said:
         for _ in range(2):
-            logits = graph.Runner(Drift(), task, 4, steps=2, graphs=True).run(stream)
-            assert torch.equal(logits, expected)
+            stepper = opened(task, Drift(), graphs=True)
+            logits = [stepper.peek(stream[0]), *stepper.scan(stream[:3])[0], stepper.step(stream[3])[0]]
+            assert torch.equal(torch.stack([row.reshape(-1) for row in logits]), expected[[0, 0, 1, 2, 3]])
     assert len(said) == 1
 
 
@@ -187,21 +195,52 @@ def test_why_it_failed_is_one_short_line(error: Exception, said: str) -> None:
     assert said in line and "\n" not in line and len(line) < 120
 
 
-def test_replayed_steps_use_the_graph_of_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    captured = []
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Graphs of four steps and of one, each captured as on a GPU: after warm-ups, which change the state."""
+    graphs = []
 
     class Replays:
-        def __init__(self, launch: Any) -> None:
-            captured.append(self)
-            launch()
+        def __init__(self, launch: Any, warm_up: Any, priority: int) -> None:
+            graphs.append(self)
+            for _ in range(capture.WARM_UPS):
+                warm_up()
             self.replay = launch
 
     monkeypatch.setattr(graph, "capture", Replays)
+    monkeypatch.setattr(graph, "STEPS", 4)
+    return graphs
+
+
+def test_replayed_steps_use_the_graph_of_their_number(captured: list[Any]) -> None:
     task, stream, _ = tt.toy(images=11)
     method = Drift()
-    logits = graph.Runner(method, task, 4, steps=4, graphs=True).run(stream)
+    (logits,) = opened(task, method, graphs=True).scan(stream)
     assert torch.equal(logits, method.scan(task, method.init(task), stream)[0])
     assert len(captured) == 2  # one of four steps, one of a single step
+
+
+def test_a_look_has_a_graph_of_its_own_that_leaves_the_state_as_it_was(captured: list[Any]) -> None:
+    task, stream, _ = tt.toy(images=11)
+    method = Drift()
+    expected, after = method.scan(task, method.init(task), stream)
+    stepper = opened(task, method, graphs=True)
+    for image, row in zip(stream, expected, strict=True):
+        for _ in range(2):
+            assert torch.equal(stepper.peek(image)[0], row)
+        assert torch.equal(stepper.step(image)[0][0], row)
+    assert same(stepper.snapshot()[0], after) and len(captured) == 2
+
+
+def test_after_a_warm_up_a_stream_captures_nothing_more(captured: list[Any]) -> None:
+    task, stream, _ = tt.toy(images=11)
+    method = Drift()
+    stepper = opened(task, method, graphs=True)
+    stepper.warm_up(stream.shape[1])
+    ready = len(captured)
+    (logits,) = stepper.scan(stream)
+    assert torch.equal(logits, method.scan(task, method.init(task), stream)[0])
+    assert len(captured) == ready
 
 
 def test_precision_of_products_is_set_back() -> None:
@@ -222,6 +261,4 @@ def test_answers_of_another_shape_than_logits_keep_it() -> None:
     task, stream, _ = tt.toy(images=20, views=3)
     method = parts_of(DMN())
     expected, _ = method.scan(task, method.init(task), stream)
-    ours = graph.Runner(method, task, 3, steps=8)
-    ours.load(task, method.init(task))
-    torch.testing.assert_close(ours.run(stream), expected)
+    assert torch.equal(opened(task, method).scan(stream)[0], expected)

@@ -1,28 +1,51 @@
-"""The pipeline gives the plain loop's features and answers, in order, and errors in their turn."""
+"""One stream of features: in order, errors in their turn, and the same bits wherever it is cut."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
+import os
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tolerances import assert_close
+from torch import Tensor
 
 import testtime as tt
 from testtime import load_encoder
-from testtime.encode import encode_views
-from testtime.fast import pipeline
-from testtime.fast.encoder import FastEncoder
-from testtime.fast.graph import Runner
+from testtime.encoders import Deferred
+from testtime.encoders.tiny import tiny
+from testtime.encoding import stream as streams
+from testtime.encoding.compiled import Compiled
+from testtime.encoding.stream import ROWS, Encoded, stream
 from testtime.images import read_image
-from testtime.types import ImageError, InputError
+from testtime.ops import unit
+from testtime.threads import workers
+from testtime.types import FeatureError, ImageError, InputError, ViewPlan
+from testtime.views import views
 
-PLAIN = load_encoder("tiny")
-FAST = FastEncoder(PLAIN)
+TINY = load_encoder("tiny")
+NAMES = ["cat", "dog", "fox"]
+Way = Callable[..., Iterator[Encoded]]
+
+
+def by_threads(encoder: Any, images: Any, plan: ViewPlan, first: int = 0) -> Iterator[Encoded]:
+    return streams._by_threads(encoder, iter(enumerate(images, first)), plan, None)
+
+
+def by_device(encoder: Any, images: Any, plan: ViewPlan, first: int = 0) -> Iterator[Encoded]:
+    """As on a GPU, but on the CPU: the same code without graphs and without Triton."""
+    return streams._Device(encoder, plan, None).run(iter(enumerate(images, first)))
+
+
+@pytest.fixture(params=[by_threads, by_device])
+def way(request: pytest.FixtureRequest) -> Way:
+    return request.param
 
 
 def photo(seed: int, width: int = 60, height: int = 44) -> Image.Image:
@@ -40,25 +63,54 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def expected(paths: list[Path]) -> torch.Tensor:
-    images = [read_image(path) for path in paths]
-    return encode_views(PLAIN, images, range(3, 12), views=5, seed=7, augmix=True)
+def broken(paths: list[Path], tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Eleven images, of which the third cannot be read and the eighth is not there."""
+    folder = tmp_path_factory.mktemp("broken")
+    (folder / "text.jpg").write_text("no image")
+    return [*paths[:2], folder / "text.jpg", *paths[2:6], folder / "missing.jpg", *paths[6:]]
 
 
-@pytest.mark.parametrize("batch", [1, 4, 20])
-def test_plain_encoder_gives_exactly_the_plain_features(paths: list[Path], expected: Any, batch: int) -> None:
-    found = list(pipeline.stream(PLAIN, paths, views=5, seed=7, augmix=True, batch=batch, first=3))
+def pillow(image: Any, index: int, plan: ViewPlan, encoder: Any = TINY) -> Tensor:
+    """Features (V, D) of an image without a stream: Pillow's views, all at once."""
+    image = read_image(image) if isinstance(image, Path) else image
+    made = views(image, plan.count, encoder.preprocess, seed=plan.seed, index=index, augmix=plan.augmix)
+    return unit(encoder.encode_images(made))
+
+
+def same(one: Encoded, other: Encoded) -> bool:
+    """Whether two entries are the same to the last bit."""
+    if one.features is None or other.features is None:
+        return one.features is other.features and one.index == other.index and str(one.error) == str(other.error)
+    return one.index == other.index and torch.equal(one.features, other.features)
+
+
+# What comes out
+
+
+@pytest.mark.parametrize("count", [1, 5, 20])
+def test_features_are_those_of_pillow_views_in_order(paths: list[Path], count: int) -> None:
+    plan = ViewPlan(count, augmix=True, seed=7)
+    found = list(stream(TINY, paths, plan, indices=range(3, 12)))
     assert [entry.index for entry in found] == list(range(3, 12))
     assert [entry.source for entry in found] == paths
-    torch.testing.assert_close(torch.stack([e.features for e in found]), expected, atol=1e-5, rtol=0)
+    for entry in found:
+        assert_close(entry.features, pillow(entry.source, entry.index, plan), "arithmetic")
 
 
-@pytest.mark.parametrize("decode", ["pillow", "torchvision"])
-def test_fast_encoder_gives_the_same_up_to_rounding(paths: list[Path], expected: Any, decode: Any) -> None:
-    found = list(pipeline.stream(FAST, paths, views=5, seed=7, augmix=True, batch=4, first=3, decode=decode))
-    features = torch.stack([entry.features for entry in found])
-    assert features.shape == expected.shape
-    assert (features * expected).sum(-1).min() > 0.999
+def test_features_of_the_device_are_those_of_pillow_up_to_rounding(paths: list[Path]) -> None:
+    plan = ViewPlan(5, augmix=True, seed=7)
+    found = list(by_device(TINY, paths, plan, 3))
+    assert [entry.index for entry in found] == list(range(3, 12))
+    for entry in found:
+        assert (entry.features * pillow(entry.source, entry.index, plan)).sum(-1).min() > 0.999
+
+
+def test_features_are_unit_rows_in_the_precision_asked_for(paths: list[Path]) -> None:
+    task = torch.zeros(2, TINY.dim, dtype=torch.float64)
+    for entry in stream(TINY, paths[:2], ViewPlan(3), like=task):
+        assert entry.features.dtype == torch.float64
+        assert_close(entry.features.norm(dim=1), torch.ones(3), "arithmetic")
+    assert next(stream(TINY, paths, ViewPlan(3))).features.dtype == torch.float32
 
 
 class Member:
@@ -68,69 +120,199 @@ class Member:
         self.read_bytes = path.read_bytes
 
 
-def test_images_come_as_files_members_pillow_images_or_pixels(paths: list[Path]) -> None:
+def test_images_come_as_files_members_pillow_images_or_pixels(way: Way, paths: list[Path]) -> None:
     image = read_image(paths[0])
-    pixels = torch.from_numpy(np.array(image))
-    for encoder in (PLAIN, FAST):
-        # all at index 0: what differs is how they are given
-        kinds = (paths[0], str(paths[0]), Member(paths[0]), image, pixels)
-        rows = [next(pipeline.stream(encoder, [given], views=3)).features for given in kinds]
-        assert all(torch.equal(rows[0], other) for other in rows[1:])
-    member = next(pipeline.stream(FAST, [Member(paths[0])], views=3, decode="torchvision"))
-    assert (member.features * rows[0]).sum(-1).min() > 0.999
+    kinds = (paths[0], str(paths[0]), Member(paths[0]), image, torch.from_numpy(np.array(image)))
+    # all at index 0: what differs is how they are given
+    rows = [next(way(TINY, [given], ViewPlan(3))).features for given in kinds]
+    assert all(torch.equal(rows[0], other) for other in rows[1:])
 
 
-@pytest.mark.parametrize("decode", ["pillow", "torchvision"])
-@pytest.mark.parametrize("batch", [1, 3])
-def test_bad_image_is_reported_in_its_turn(paths: list[Path], tmp_path: Path, decode: Any, batch: int) -> None:
+def test_turned_photograph_is_turned_back(way: Way, tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    photo(1, 90, 40).save(tmp_path / "turned.png", exif=exif)
+    photo(1, 90, 40).transpose(Image.Transpose.ROTATE_270).save(tmp_path / "upright.png")
+    rows = [next(way(TINY, [tmp_path / f"{name}.png"], ViewPlan(3))).features for name in ("turned", "upright")]
+    assert torch.equal(*rows)
+
+
+def test_given_features_only_pass_through(paths: list[Path]) -> None:
+    rows = torch.randn(3, 4, TINY.dim)
+    rows[1, 2, 0] = torch.nan
+    found = list(stream(None, [rows[0], rows[1], rows[2, 0]], ViewPlan(9), indices=range(5, 8)))
+    assert [entry.index for entry in found] == [5, 6, 7]
+    assert_close(found[0].features, unit(rows[0]), "arithmetic")
+    assert found[2].features.shape == (1, TINY.dim)
+    assert isinstance(found[1].error, FeatureError) and "image 6, view 2, hold NaN" in str(found[1].error)
+    with pytest.raises(InputError, match=r"no encoder.*encoder="):
+        next(stream(None, paths, ViewPlan()))
+
+
+# Errors
+
+
+def test_bad_image_is_reported_in_its_turn(way: Way, paths: list[Path], tmp_path: Path) -> None:
     cut, text = tmp_path / "cut.jpg", tmp_path / "text.jpg"
-    content = paths[0].read_bytes()
-    cut.write_bytes(content[:300])
+    cut.write_bytes(paths[0].read_bytes()[:300])
     text.write_text("no image")
     given = [paths[0], cut, text, tmp_path / "missing.jpg", paths[1]]
-    found = list(pipeline.stream(FAST, given, views=2, batch=batch, decode=decode))
+    found = list(way(TINY, given, ViewPlan(2)))
+    assert [entry.index for entry in found] == [0, 1, 2, 3, 4]
     assert [entry.error is None for entry in found] == [True, False, False, False, True]
     assert [entry.features is None for entry in found] == [False, True, True, True, False]
     for entry, name in zip(found[1:4], ("cut", "text", "missing"), strict=True):
         assert isinstance(entry.error, ImageError) and f"{name}.jpg" in str(entry.error)
-    # what follows is seeded by its own index, whatever happened before
-    alone = next(pipeline.stream(FAST, [paths[1]], views=2, first=4, decode=decode))
-    torch.testing.assert_close(found[4].features, alone.features, atol=1e-5, rtol=0)
 
 
-def test_all_images_bad_gives_only_errors(tmp_path: Path) -> None:
-    for encoder in (PLAIN, FAST):
-        found = list(pipeline.stream(encoder, [tmp_path / "a.jpg", tmp_path / "b.jpg"]))
-        assert len(found) == 2 and all(entry.error for entry in found)
+def test_all_images_bad_gives_only_errors(way: Way, tmp_path: Path) -> None:
+    found = list(way(TINY, [tmp_path / "a.jpg", tmp_path / "b.jpg"], ViewPlan()))
+    assert len(found) == 2 and all(isinstance(entry.error, ImageError) for entry in found)
 
 
-def test_turned_photograph_is_turned_back(tmp_path: Path) -> None:
-    exif = Image.Exif()
-    exif[pipeline.EXIF_ORIENTATION] = 6
-    photo(1, 90, 40).save(tmp_path / "turned.jpg", exif=exif)
-    rows = [
-        next(pipeline.stream(FAST, [tmp_path / "turned.jpg"], decode=decode)).features
-        for decode in ("pillow", "torchvision")
-    ]
-    assert torch.equal(*rows)  # not decoded by what knows nothing of orientation
+def test_no_images_give_nothing() -> None:
+    encoder = Deferred("tiny")
+    assert list(stream(encoder, [], ViewPlan())) == [] and not encoder.is_loaded
+    assert len(list(stream(encoder, torch.randn(2, 32), ViewPlan()))) == 2 and not encoder.is_loaded
+    assert next(stream(encoder, [photo(0)], ViewPlan())).features is not None and encoder.is_loaded
 
 
-@pytest.mark.parametrize("encoder", [PLAIN, FAST])
-def test_answers_are_those_of_the_plain_loop(encoder: Any, paths: list[Path], tmp_path: Path) -> None:
-    task = tt.build_task(PLAIN, ["cat", "dog", "fox"])
-    method = tt.make_method("dpe")
-    given = [*paths[:5], tmp_path / "missing.jpg", *paths[5:]]
-    runner = Runner(method, task, 6, steps=2)
-    found = list(pipeline.classify(runner, encoder, given, views=6, batch=2))
-    features = [entry.features for entry in pipeline.stream(encoder, given, views=6) if entry.features is not None]
-    expected, state = method.scan(task, method.init(task), torch.stack(features))
-    assert [answer.index for answer in found] == list(range(10)) and isinstance(found[5].error, ImageError)
-    logits = torch.stack([answer.logits for answer in found if answer.logits is not None])
-    torch.testing.assert_close(logits, expected, atol=1e-3, rtol=0)
-    assert int(runner.state().updates) == int(state.updates)
+class Blind:
+    """The tiny encoder, which has nothing to say of pictures that are all black."""
+
+    name, dim, scale, preprocess = "blind", TINY.dim, TINY.scale, TINY.preprocess
+    device, dtype = torch.device("cpu"), torch.float32
+    encode_texts = TINY.encode_texts
+
+    def encode_images(self, pixels: Tensor) -> Tensor:
+        return self.image_tower()(pixels)
+
+    def image_tower(self) -> Callable[[Tensor], Tensor]:
+        black = -torch.tensor(self.preprocess.mean) / torch.tensor(self.preprocess.std)
+
+        def tower(pixels: Tensor) -> Tensor:
+            seen = (pixels.mean((2, 3)) - black).abs().sum(1) > 1e-3
+            return TINY.encode_images(pixels) * torch.where(seen, 1, torch.nan)[:, None]
+
+        return tower
 
 
-def test_only_as_many_images_are_taken_as_are_worked_on(paths: list[Path]) -> None:
+def test_features_that_cannot_be_used_are_an_error_in_its_turn(way: Way) -> None:
+    images = [photo(0), Image.new("RGB", (40, 40)), photo(1)]
+    found = list(way(Blind(), images, ViewPlan(2), 6))
+    assert [entry.features is None for entry in found] == [False, True, False]
+    assert isinstance(found[1].error, FeatureError) and "image 7, view 0, hold NaN" in str(found[1].error)
+
+
+def test_unexpected_failure_is_raised(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    def bug(path: Path) -> Image.Image:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr("testtime.images.read_image", bug)
+    with pytest.raises(KeyError, match="a bug"):
+        list(way(TINY, [Path("x")], ViewPlan()))
+
+
+# The same bits wherever it is cut
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_cut_stream_is_the_uncut_one_to_the_last_bit(way: Way, broken: list[Path], count: int) -> None:
+    plan = ViewPlan(count, augmix=count > 1, seed=2)
+    whole = list(way(TINY, broken, plan))
+    assert [entry.index for entry in whole] == list(range(11))
+    assert [entry.index for entry in whole if entry.error] == [2, 7]
+    for cut in range(1, 11):
+        parts = [*way(TINY, broken[:cut], plan), *way(TINY, broken[cut:], plan, cut)]
+        assert all(map(same, parts, whole)), cut
+    for index, image in enumerate(broken):
+        assert same(*way(TINY, [image], plan, index), whole[index]), index
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_indices_say_which_images_a_stream_has(
+    broken: list[Path], count: int, monkeypatch: pytest.MonkeyPatch, way: Way
+) -> None:
+    monkeypatch.setattr(streams, "on_device", lambda encoder: way is by_device)
+    plan = ViewPlan(count, seed=2)
+    whole = list(stream(TINY, broken, plan))
+    every = [0, 3, 4, 7, 10]
+    some = list(stream(TINY, [broken[i] for i in every], plan, indices=every))
+    assert [entry.index for entry in some] == every
+    assert all(map(same, some, (whole[i] for i in every)))
+
+
+def test_features_do_not_depend_on_how_many_threads_there_are(broken: list[Path], threads: Any) -> None:
+    plan = ViewPlan(5, seed=2)
+    found = []
+    for count in (1, 2, 3):
+        threads(count)
+        found.append(list(stream(TINY, broken, plan)))
+    assert all(map(same, found[1], found[0])) and all(map(same, found[2], found[0]))
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    """How many threads torch says there are, and with them how many encode."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def test_threads_keep_to_one_core_each_whatever_torch_was_told(threads: Any) -> None:
+    for count in (4, 5):
+        threads(count)
+        pool = workers(count, flush=True)
+        assert {pool.submit(torch.get_num_threads).result() for _ in range(8)} == {1}
+        assert torch.get_num_threads() == count
+
+
+# Fixed shapes and places
+
+
+@pytest.mark.parametrize(("count", "blocks"), [(1, [1]), (5, [5]), (ROWS, [ROWS]), (19, [ROWS, ROWS, 3])])
+def test_threads_encode_blocks_whose_shape_the_number_of_views_decides(
+    paths: list[Path], count: int, blocks: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder, seen = tiny(), []
+    whole = encoder.encode_images
+    monkeypatch.setattr(encoder, "encode_images", lambda pixels: (seen.append(tuple(pixels.shape)), whole(pixels))[1])
+    for images in (paths, paths[:1]):
+        seen.clear()
+        assert len(list(stream(encoder, images, ViewPlan(count)))) == len(images)
+        assert sorted(seen) == sorted((rows, 3, 32, 32) for rows in len(images) * blocks)
+
+
+@pytest.mark.parametrize(("count", "together"), [(1, 16), (5, 12), (40, 1), (100, 1)])
+def test_device_encodes_whole_blocks_and_an_image_has_its_place_in_them(
+    broken: list[Path], count: int, together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[Tensor] = []
+    launch = Compiled._launch
+    monkeypatch.setattr(Compiled, "_launch", lambda self, grey: (launched.append(grey.clone()), launch(self, grey))[1])
+    plan, size = ViewPlan(count), TINY.preprocess.size
+    found = list(by_device(TINY, broken[:6], plan, 9))
+    assert {tuple(grey.shape) for grey in launched} == {(together * count, 3, size, size)}
+    filled = {
+        (number, place)
+        for number, grey in enumerate(launched)
+        for place, rows in enumerate(grey.view(together, count, -1))
+        if rows.any()
+    }
+    numbers = sorted({entry.index // together for entry in found if entry.error is None})
+    expected = {(numbers.index(e.index // together), e.index % together) for e in found if e.error is None}
+    assert len(launched) == len(numbers) and filled == expected
+
+
+def test_launch_of_images_that_are_all_bad_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Compiled, "_launch", None)
+    assert len(list(by_device(TINY, [tmp_path / f"{n}.jpg" for n in range(20)], ViewPlan(5)))) == 20
+
+
+# How the work is done
+
+
+def test_only_as_many_images_are_taken_as_are_worked_on(way: Way, paths: list[Path]) -> None:
     taken = []
 
     def endless() -> Iterator[Path]:
@@ -138,72 +320,116 @@ def test_only_as_many_images_are_taken_as_are_worked_on(paths: list[Path]) -> No
             taken.append(number)
             yield paths[number % len(paths)]
 
-    source = pipeline.stream(FAST, endless(), batch=2)
-    next(source)
-    source.close()
-    assert len(taken) <= 2 * (2 * pipeline.AHEAD + 2)
+    for count, most in ((1, 100), (32, 30), (80, 30)):
+        taken.clear()
+        source = way(TINY, endless(), ViewPlan(count))
+        next(source)
+        source.close()
+        assert 1 < len(taken) <= most
 
 
-def test_images_are_read_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_are_read_side_by_side(way: Way, monkeypatch: pytest.MonkeyPatch, threads: Any) -> None:
+    threads(2)
+    both = threading.Barrier(2)
+
     def slow(path: Path) -> Image.Image:
-        time.sleep(0.1)
+        both.wait(30)  # for another that is read at the same time
         return photo(0)
 
-    monkeypatch.setattr(pipeline, "read_image", slow)
-    start = time.perf_counter()
-    assert len(list(pipeline.stream(FAST, [Path("x")] * 16, batch=8, workers=8))) == 16
-    assert time.perf_counter() - start < 1.2  # 1.6 one after another
+    monkeypatch.setattr("testtime.images.read_image", slow)
+    assert all(entry.error is None for entry in way(TINY, [Path("x")] * 16, ViewPlan(2)))
 
 
-def test_unexpected_failure_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(path: Path) -> Image.Image:
-        raise KeyError("a bug")
+def test_images_that_nobody_waits_for_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    go, read, readers = threading.Event(), [], workers(max(2, min(streams.READERS, os.cpu_count() or 1)))
+    needed = streams.AHEAD + 1  # launches before the first is asked for, of one image each
 
-    monkeypatch.setattr(pipeline, "read_image", broken)
-    with pytest.raises(KeyError, match="a bug"):
-        list(pipeline.stream(FAST, [Path("x")]))
+    def slow(path: Path) -> Image.Image:
+        read.append(path)
+        assert len(read) <= needed or go.wait(30)
+        return photo(0)
 
-
-def test_wrong_options_are_refused() -> None:
-    with pytest.raises(InputError, match="batch=0"):
-        next(pipeline.stream(PLAIN, [], batch=0))
-    with pytest.raises(InputError, match="decode='fast'"):
-        next(pipeline.stream(PLAIN, [], decode="fast"))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("encoder", [PLAIN, FAST])
-def test_without_gaps_a_session_goes_on_as_in_its_own_loop(encoder: Any, paths: list[Path], tmp_path: Path) -> None:
-    task = tt.build_task(PLAIN, ["cat", "dog", "fox"])
-    given = [tmp_path / "first.jpg", paths[0], paths[1], tmp_path / "missing.jpg", *paths[2:]]
-    plain = tt.Session(task, "dpe", encoder=PLAIN, views=4, seed=5)
-    expected = list(plain.run(given, batch=3, on_error=lambda *_: None))
-    session = tt.Session(task, "dpe", encoder=encoder, views=4, seed=5)
-    entries = list(pipeline.stream(encoder, given, views=4, seed=5, batch=3, gaps=False))
-    good = [entry for entry in entries if entry.features is not None]
-    assert [entry.index for entry in good] == list(range(9)) and len(entries) == 11
-    close = 1e-3 if encoder is PLAIN else 2.0  # grey levels that round the other way move the tiny encoder
-    for entry, (source, prediction) in zip(good, expected, strict=True):
-        assert entry.source == source
-        assert (session.step(entry.features).logits - prediction.logits).abs().max() < close
+    monkeypatch.setattr("testtime.images.read_image", slow)
+    source = by_device(TINY, [Path("x")] * 50, ViewPlan(64))
+    next(source)
+    source.close()
+    go.set()
+    readers.submit(lambda: None).result(30)  # behind whatever still waits
+    assert needed <= len(read) <= needed + readers._max_workers
 
 
-def test_a_session_that_reads_ahead_gives_its_own_loop_s_answers(paths, tmp_path, monkeypatch) -> None:
-    task = tt.build_task(PLAIN, ["cat", "dog", "fox"])
+def test_views_are_made_on_the_device_of_an_encoder_that_offers_its_tower() -> None:
+    cuda = torch.device("cuda")
+    members = {name: getattr(TINY, name) for name in ("name", "dim", "scale", "preprocess", "dtype")}
+    members |= {name: getattr(TINY, name) for name in ("encode_images", "encode_texts")}
+    towered = members | {"image_tower": TINY.image_tower}
+    assert streams.on_device(SimpleNamespace(**towered, device=cuda))
+    assert not streams.on_device(SimpleNamespace(**members, device=cuda))
+    assert not streams.on_device(SimpleNamespace(**towered, device=torch.device("cpu")))
+
+
+class Variations:
+    """Tells whether it was ever asked by two threads at a time."""
+
+    name = "own"
+
+    def __init__(self) -> None:
+        self.inside, self.crowd = 0, 0
+
+    def __call__(self, image: Image.Image, count: int, seed: int) -> list[Image.Image]:
+        self.inside += 1
+        self.crowd = max(self.crowd, self.inside)
+        drawn = [photo(seed % 1000 + number) for number in range(count)]
+        self.inside -= 1
+        return drawn
+
+
+def test_variations_follow_the_crops_and_are_drawn_one_image_at_a_time(
+    paths: list[Path], monkeypatch: pytest.MonkeyPatch, threads: Any
+) -> None:
+    threads(3)
+    monkeypatch.setattr(streams, "_Device", None)  # they are Pillow images, wherever the encoder is
+    monkeypatch.setattr(streams, "on_device", lambda encoder: True)
+    source = Variations()
+    plan = ViewPlan(4, seed=1, variations=source)
+    found = list(stream(TINY, paths, plan))
+    assert source.crowd == 1
+    for entry in found:
+        assert entry.features.shape == (7, TINY.dim)
+        assert_close(entry.features[:4], pillow(entry.source, entry.index, plan), "arithmetic")
+    alone = next(stream(TINY, paths[4:], plan, indices=[4]))
+    assert torch.equal(alone.features, found[4].features)
+
+
+# Sessions
+
+
+def test_session_answers_from_the_stream_what_it_answers_step_by_step(
+    paths: list[Path], tmp_path: Path, way: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "on_device", lambda encoder: way is by_device)
+    task = tt.build_task(TINY, NAMES)
     given = [tmp_path / "first.jpg", *paths[:3], tmp_path / "missing.jpg", *paths[3:]]
-
-    def run(session: tt.Session) -> tuple[list[Any], list[Path]]:
-        bad: list[Path] = []
-        return list(session.run(given, batch=3, on_error=lambda source, _: bad.append(source))), bad
-
-    expected, missing = run(tt.Session(task, "dpe", encoder=PLAIN, views=4, seed=5))
-    monkeypatch.setattr(tt.Session, "_overlaps", lambda self: True)
-    session = tt.Session(task, "dpe", encoder=PLAIN, views=4, seed=5)
-    answers, bad = run(session)
-    assert bad == missing and session.count == 9
-    for (source, ours), (same, plain) in zip(answers, expected, strict=True):
-        assert source == same
-        assert (ours.logits - plain.logits).abs().max() < 2.0  # grey levels that round the other way
+    session, other = (tt.Session(task, "dpe", encoder=TINY, views=4, seed=5) for _ in range(2))
+    bad: list[tuple[Path, int]] = []
+    answers = list(session.run(given, on_error=lambda source, _: bad.append((source, session.position))))
+    assert bad == [(given[0], 1), (given[4], 5)]
+    assert (session.count, session.position) == (9, 11)
+    for source, answer in answers:
+        other.position = given.index(source)
+        assert torch.equal(answer.logits, other.step(source).logits)
     with pytest.raises(ImageError, match="first.jpg"):
-        next(tt.Session(task, "dpe", encoder=PLAIN).run(given))
-    features = torch.randn(3, task.dim)
-    assert len(list(tt.Session(task, "dpe", encoder=PLAIN).run(features))) == 3
+        next(tt.Session(task, "dpe", encoder=TINY).run(given))
+    assert len(list(tt.Session(task, "dpe", encoder=TINY).run(torch.randn(3, task.dim)))) == 3
+
+
+def test_answers_on_a_device_are_those_of_the_threads_up_to_rounding(
+    paths: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = tt.build_task(TINY, NAMES)
+    answers = []
+    for device in (False, True):
+        monkeypatch.setattr(streams, "on_device", lambda encoder, device=device: device)
+        session = tt.Session(task, "dpe", encoder=TINY, views=4, seed=5)
+        answers.append(torch.stack([answer.logits for _, answer in session.run(paths)]))
+    assert 0 < (answers[0] - answers[1]).abs().max() < 2  # grey levels that round the other way

@@ -4,16 +4,14 @@ import copy
 
 import pytest
 import torch
-from tolerances import assert_close
 
 import testtime as tt
-from testtime import sweeps
-from testtime.fast import forms, fused
-from testtime.fast.abreast import Abreast
-from testtime.fast.graph import Runner
+from testtime import steppers, sweeps
 from testtime.features import unit_views
 from testtime.methods.dpe import DPE
 from testtime.methods.tda import TDA
+from testtime.steppers import room
+from testtime.steppers.forms import FORMS
 from testtime.types import InputError
 
 GRID = [
@@ -44,10 +42,10 @@ def test_settings_that_do_not_fit_in_memory_together_run_in_turns(monkeypatch) -
     task, stream, _ = tt.toy(images=20)
     grid = [DPE(alpha=float(alpha)) for alpha in range(1, 6)]
     expected = tt.sweep(task, grid, [stream])
-    monkeypatch.setitem(sweeps.ABREAST, "cpu", 2 * sweeps._size(task, grid[0]))
+    monkeypatch.setitem(sweeps.ROOM, "cpu", 2 * room(task, grid[0]))
     monkeypatch.setattr(sweeps, "TURNS", 1)
     for threads, sizes in ((1, [1, 2, 2]), (2, [1, 1, 1, 2]), (16, [1] * 5)):
-        assert [len(group) for group in sweeps._abreast(task, grid, threads)] == sizes
+        assert [len(group) for group in sweeps.grouped(task, grid, threads)] == sizes
     for one, other in zip(expected, tt.sweep(task, grid, [stream]), strict=True):
         assert torch.equal(one, other)
 
@@ -55,8 +53,8 @@ def test_settings_that_do_not_fit_in_memory_together_run_in_turns(monkeypatch) -
 def test_threads_have_many_groups_each_so_that_none_waits_long() -> None:
     task, _, _ = tt.toy()
     grid = [DPE(alpha=float(alpha)) for alpha in range(1, 201)]
-    assert len(sweeps._abreast(task, grid, 1)) == 1
-    groups = sweeps._abreast(task, grid, 2)
+    assert len(sweeps.grouped(task, grid, 1)) == 1
+    groups = sweeps.grouped(task, grid, 2)
     assert len(groups) == 2 * sweeps.TURNS
     assert sorted(place for group in groups for place in group) == list(range(200))
     assert {len(group) for group in groups} == {6, 7}
@@ -67,52 +65,25 @@ def test_a_chunk_is_made_ready_once_for_all_groups(monkeypatch) -> None:
     grid = [DPE(alpha=float(alpha)) for alpha in range(1, 6)]
     seen = []
     monkeypatch.setattr(sweeps, "unit_views", lambda chunk, *_: seen.append(len(chunk)) or unit_views(chunk, *_))
-    monkeypatch.setitem(sweeps.ABREAST, "cpu", sweeps._size(task, grid[0]))
-    assert len(sweeps._abreast(task, grid, 1)) == 5
+    monkeypatch.setitem(sweeps.ROOM, "cpu", room(task, grid[0]))
+    assert len(sweeps.grouped(task, grid, 1)) == 5
     tt.sweep(task, grid, stream.split(12))
     assert seen == [12, 8]
 
 
-def test_on_a_gpu_the_buffers_of_kernels_count_too() -> None:
+def test_on_a_gpu_the_buffers_of_kernels_count_too(monkeypatch) -> None:
+    pytest.importorskip("triton")
+    from testtime.steppers.gpu import dpe
+
+    monkeypatch.setattr(steppers, "FORMS", [form._replace(device="meta") for form in FORMS if form.device == "cuda"])
     task, _, _ = tt.toy()
     ghost = copy.copy(task)  # a tensor that is not on the CPU, and takes no memory
     object.__setattr__(ghost, "text", task.text.to("meta"))
-    assert sweeps._size(ghost, DPE()) == sweeps._size(task, DPE()) + fused.room(task)
+    assert room(ghost, DPE()) == room(task, DPE()) + dpe.room(task)
+    assert room(ghost, TDA()) == room(task, TDA())
 
 
 def test_an_empty_sweep_is_refused() -> None:
     task, stream, _ = tt.toy(images=8)
     with pytest.raises(InputError, match="at least one setting"):
         tt.sweep(task, [], [stream])
-
-
-@pytest.mark.parametrize("views", [1, 12])
-def test_the_step_with_a_settings_axis_is_each_method_s_own(views) -> None:
-    task, stream, _ = tt.toy(classes=12, dim=48, images=40, views=views)
-    task, stream = task.to(dtype=torch.float64), stream.double()
-    odd = DPE(renormalise_text=True, gate_keeps="above", entropy_unit="ln", prompt_count=0, scale_affinity=True)
-    shapes = {}
-    for method in [*GRID, odd, DPE(queue=0), DPE(text_update="exponential", entropy_weight=0.0)]:
-        if isinstance(method, DPE) and forms.fits(method):
-            shapes.setdefault(forms.shape(method), []).append(method)
-    assert len(shapes) == 4
-    for methods in shapes.values():
-        together = Abreast(task, methods)
-        state = together.init(task)
-        plain = [method.init(task) for method in methods]
-        for image in stream:
-            logits, state = together.step(task, state, image)
-            for place, method in enumerate(methods):
-                expected, plain[place] = method.step(task, plain[place], image)
-                assert_close(logits[place], expected, "twin", f"{method}")
-        for place, end in enumerate(plain):
-            assert int(state.updates[place]) == int(end.updates)
-            torch.testing.assert_close(state.text[place], end.text)
-
-
-def test_a_graph_of_settings_side_by_side_starts_at_the_beginning() -> None:
-    task, stream, _ = tt.toy(images=20)
-    methods = [DPE(), DPE(alpha=2.0)]
-    together = Runner(Abreast(task, methods), task, stream.shape[1], steps=8)  # type: ignore[arg-type]
-    for logits, method in zip(together.run(stream).transpose(0, 1), methods, strict=True):
-        assert_close(logits, tt.Session(task, method, reference=True).scan(stream), "stream")

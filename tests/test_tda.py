@@ -154,7 +154,7 @@ def test_learned_says_whether_a_cache_took_the_image_in():
     state, said, true = method.init(task), [], []
     for views in stream:
         _, after = method.step(task, state, views)
-        said.append(method.learned(state, after))
+        said.append(bool(method.learned(state, after)))
         pairs = (state.positive, after.positive), (state.negative, after.negative)
         true.append(any(not torch.equal(old.keys, new.keys) for old, new in pairs))
         state = after

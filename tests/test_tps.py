@@ -66,8 +66,9 @@ def test_it_is_autograd_and_adamw(made, settings):
     for views in stream:
         expected, shift = reference(task, views, method)
         logits, _ = method.step(task, State(), views)
-        assert_close(logits, expected, "stream", "logits")
-        assert_close(method.shift(task, views), shift, "stream", "shift")
+        within = "stream" if method.steps < 2 else "second step"
+        assert_close(logits, expected, within, "logits")
+        assert_close(method.shift(task, views), shift, within, "shift")
 
 
 def test_the_gradient_is_that_of_the_marginal_entropy():
@@ -92,7 +93,7 @@ def test_views_are_chosen_anew_at_every_step():
         changed += 1
         fixed = method.shift(task, views[before])  # few views: selection would keep one of them only
         assert not torch.allclose(method.shift(task, views), fixed)
-        assert_close(method.step(task, State(), views)[0], reference(task, views, method)[0], "stream")
+        assert_close(method.step(task, State(), views)[0], reference(task, views, method)[0], "second step")
     assert changed
 
 

@@ -9,13 +9,9 @@ from typing import Any
 from testtime.bench.systems import SYSTEMS
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-FILES = (
-    "h200-step.json",
-    "h200.json",
-    "h200-rn50.json",
-    "h200-more.json",
-)  # a stage is told from the first that has it
+FILES = ("h200-step.json", "h200.json", "h200-rn50.json", "h200-more.json")  # a stage is told from the first with it
 TITLES = {
+    "commands": "What a user types: 64 views, 1000 classes, ViT-B/16; milliseconds per image after the first 50",
     "step": "One step of DPE, C = 1000, D = 512, 64 views, full queues",
     "encoder": "ViT-B/16 in half precision, 64 views of an image",
     "views": "Views of a photograph, 64 of them",
@@ -91,7 +87,7 @@ def gpu() -> str:
             told_before.add(stage)
             lines += [f"**{title}**", "", "| what | |", "|---|---:|"]
             lines += [
-                f"| {what} | {value:.2f}{'×' if 'over encoder' in what else ' ms'} |"
+                f"| {what} | {value:.2f}{_unit(what)} |"
                 for what, value in values.items()
                 if isinstance(value, float) and not any(word in what for word in SKIPPED)
             ]
@@ -99,6 +95,11 @@ def gpu() -> str:
     told = json.loads((RESULTS / "sweep-h200.json").read_text())
     lines += [_swept(told, f"one {told['device']}", ""), "", *_by_threads(), ""]
     return "\n".join(lines)
+
+
+def _unit(what: str) -> str:
+    """The unit of an entry, which its name tells."""
+    return "×" if "over encoder" in what else " s" if "seconds" in what else " ms"
 
 
 def _by_threads() -> list[str]:

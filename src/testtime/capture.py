@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -28,14 +28,14 @@ _one_at_a_time = threading.Lock()
 
 
 def capture(
-    launch: Callable[[], None], warm_up: Callable[[], None] | None = None, priority: int = 0
+    launch: Callable[[], None], warm_up: Callable[[], None] | None = None, priority: int = 0, exact: bool = False
 ) -> torch.cuda.CUDAGraph:
     """What `launch` puts on the GPU, as a graph. `warm_up`, or it itself, runs first, so it must do no harm.
 
-    Kernels of `priority` -1 go before those of 0 that wait for a processor.
+    Kernels of `priority` -1 go before those of 0 that wait for a processor. With `exact`, float32 products are that.
     """
     stream = torch.cuda.Stream(priority=priority)
-    with _one_at_a_time:
+    with _one_at_a_time, exact_products() if exact else nullcontext():
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(WARM_UPS):

@@ -219,7 +219,9 @@ def stored_context(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], c
     `tensors` are the tower under `clip.*` (OpenAI's names), `tokens` (C, L), the prompts in its own vocabulary, and
     `ctx_init` (n, width), which stands after the first token; `metadata` says `hp.text_heads`.
     """
-    from open_clip.transformer import QuickGELU, TextTransformer
+    from testtime.encoders.lean import open_clip
+
+    QuickGELU, TextTransformer = open_clip.transformer.QuickGELU, open_clip.transformer.TextTransformer
 
     weights = {name.removeprefix("clip."): t for name, t in tensors.items() if name.startswith("clip.")}
     missing = {"tokens", "ctx_init"} - set(tensors) | {"hp.text_heads"} - set(metadata)

@@ -90,7 +90,7 @@ Shuffle = Annotated[bool, flag("--shuffle", help="Shuffle the stream by --seed."
 Device = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, or auto.")]
 Limit = Annotated[int | None, typer.Option("--limit", help="Stop after this many images.")]
 Reference = Annotated[
-    bool, flag("--reference", help="Run the method's own steps, not its fast twin; same answers, slower.")
+    bool, flag("--reference", help="Run the method's own steps, and nothing faster; same answers up to rounding.")
 ]
 Report = Annotated[
     Path | None, typer.Option("--report", help="Write an HTML page about it that needs nothing else, as 'report' does.")

@@ -96,7 +96,6 @@ class Deferred:
         if self._loaded is None:
             with self._announce():
                 self._loaded = load_encoder(self.name, self.device)
-            self.name = self._loaded.name
         return self._loaded
 
     def __getattr__(self, name: str) -> Any:

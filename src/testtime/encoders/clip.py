@@ -22,13 +22,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import open_clip
 import torch
 from huggingface_hub import constants, try_to_load_from_cache
-from open_clip.constants import HF_SAFE_WEIGHTS_NAME, HF_WEIGHTS_NAME
-from open_clip.convert import convert_state_dict
-from open_clip.model import convert_to_custom_text_state_dict
-from open_clip.pretrained import download_pretrained, get_pretrained_cfg, list_pretrained_tags_by_model
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -38,6 +33,7 @@ from testtime import contexts
 from testtime.encoders.hub import PATIENCE as PATIENCE
 from testtime.encoders.hub import answers as _answers
 from testtime.encoders.inputs import check_pixels, check_texts
+from testtime.encoders.lean import open_clip, with_transformers
 from testtime.encoding import resnet, vit
 from testtime.encoding.compiled import faithful
 from testtime.registry import unknown
@@ -114,7 +110,7 @@ class OpenClip:
 def load(spec: str, device: torch.device, dtype: torch.dtype) -> OpenClip:
     """The encoder of "MODEL/PRETRAINED"."""
     architecture, weights = split(spec)
-    tag = get_pretrained_cfg(architecture, weights)
+    tag = open_clip.pretrained.get_pretrained_cfg(architecture, weights)
     path = fetch(architecture, weights, tag) if tag else find(architecture, weights)
     checkpoint = read(path)
     beside = _config_beside(path)
@@ -192,7 +188,7 @@ def find(architecture: str, weights: str) -> Path:
 def fetch(architecture: str, weights: str, tag: Mapping[str, str]) -> Path:
     """The file of a pretrained tag: from a cache, else from its hub, else MissingPart with the way out."""
     repository, _, file = tag.get("hf_hub", "").rpartition("/")
-    files = [file] if file else [HF_SAFE_WEIGHTS_NAME, HF_WEIGHTS_NAME]
+    files = [file] if file else [open_clip.constants.HF_SAFE_WEIGHTS_NAME, open_clip.constants.HF_WEIGHTS_NAME]
     address = tag.get("url", "")
     caches = [try_to_load_from_cache(repository, file) for file in files] if repository else []
     caches += [Path("~/.cache/clip", address.rpartition("/")[2]).expanduser()] if address else []
@@ -203,7 +199,7 @@ def fetch(architecture: str, weights: str, tag: Mapping[str, str]) -> Path:
     reason = "and the hub does not answer"
     if _answers(constants.ENDPOINT if repository else address):
         try:
-            return Path(download_pretrained(dict(tag)))
+            return Path(open_clip.pretrained.download_pretrained(dict(tag)))
         except Exception as problem:  # the client's errors have no common root
             reason = f"and the download failed ({str(problem).splitlines()[0]})"
     sources = [f"{constants.ENDPOINT}/{repository} ({files[0]})"] if repository else []
@@ -251,13 +247,16 @@ def _tokenizer(architecture: str, path: Path) -> Callable[[list[str]], Tensor]:
 
 
 def _tags(architecture: str) -> list[str]:
-    return list_pretrained_tags_by_model(architecture) or ["PATH"]
+    return open_clip.pretrained.list_pretrained_tags_by_model(architecture) or ["PATH"]
 
 
 def _usual_looks(architecture: str) -> dict[str, Any]:
     """What most tags of a model say of their images (SigLIP squashes, CLIP crops); with no tags, CLIP's."""
-    known = [get_pretrained_cfg(architecture, tag) for tag in list_pretrained_tags_by_model(architecture)]
-    known = known or [get_pretrained_cfg("ViT-B-16", "openai")]
+    known = [
+        open_clip.pretrained.get_pretrained_cfg(architecture, tag)
+        for tag in open_clip.pretrained.list_pretrained_tags_by_model(architecture)
+    ]
+    known = known or [open_clip.pretrained.get_pretrained_cfg("ViT-B-16", "openai")]
     [(most, _)] = Counter(tuple((key, look[key]) for key in LOOKS) for look in known).most_common(1)
     return dict(most)
 
@@ -329,6 +328,7 @@ def build(architecture: str, precision: str = "fp32", quick_gelu: bool = False) 
     if timm := "timm_model_name" in vision:
         vision["timm_model_pretrained"] = False
     if hugging := "hf_model_name" in text:
+        with_transformers()
         text["hf_model_pretrained"] = False
         text["hf_model_name"] = _hub_folder(
             text["hf_model_name"], ["config.json"], f"The text tower's configuration of {architecture}"
@@ -360,9 +360,9 @@ def lower(model: Any, precision: str, foreign: bool = False) -> Any:
 
 def fill(model: Any, checkpoint: Checkpoint, architecture: str) -> None:
     """Put a checkpoint's tensors into the model; an error names the first ones that do not fit."""
-    state = convert_state_dict(model, dict(checkpoint.tensors))
+    state = open_clip.convert.convert_state_dict(model, dict(checkpoint.tensors))
     if "positional_embedding" in state and not hasattr(model, "positional_embedding"):
-        state = convert_to_custom_text_state_dict(state)
+        state = open_clip.model.convert_to_custom_text_state_dict(state)
     state.pop("text.transformer.embeddings.position_ids", None)  # a constant that older files carry
     wanted = model.state_dict()
     for name in ("logit_scale", "logit_bias"):

@@ -73,7 +73,7 @@ class Offline:
         self.language = _frozen(_language(folder)).to(device)
         self.width: int = self.language.config.hidden_size
         self.dim: int = self.width + self.network.num_features
-        names = import_module("open_clip").IMAGENET_CLASSNAMES
+        names = import_module("testtime.encoders.lean").open_clip.IMAGENET_CLASSNAMES
         self.imagenet = self._embed([NAMED.format(name) for name in names])  # (1000, 384)
 
     def encode_images(self, pixels: Tensor) -> Tensor:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-import open_clip
 import torch
 
 from testtime.encoders.clip import PRECISIONS, OpenClip, lower, make_preprocess
+from testtime.encoders.lean import open_clip
 from testtime.types import SettingError
 
 VISION = dict(image_size=32, patch_size=8, width=64, layers=2, head_width=32)

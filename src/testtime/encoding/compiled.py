@@ -7,6 +7,7 @@ disk: a run of ten images starts as soon as one of a million. Where memory runs 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -47,7 +48,7 @@ class Block(NamedTuple):
 class Compiled:
     """Unit features of `rows` views at a time; `graphs` defaults to whether the encoder is on a GPU.
 
-    What cannot be captured runs without, and a warning says so once. One thread at a time.
+    What cannot be captured runs without, and a warning says so once. Threads that share it take turns.
 
     >>> import torch
     >>> from testtime import load_encoder
@@ -65,11 +66,12 @@ class Compiled:
             mean, std = (torch.tensor(x, device=encoder.device)[:, None, None] for x in (looks.mean, looks.std))
             self._gain, self._shift = 1 / (255 * std), -mean / std
         self._block: Block | None = None
+        self._turn = threading.Lock()
 
     def encode(self, grey: Tensor) -> Tensor:
         """Unit features of grey levels from 0 to 255, not yet normalised: (B, 3, H, W) -> (B, D) float32."""
         parts = []
-        with torch.inference_mode(False), torch.no_grad():
+        with self._turn, torch.inference_mode(False), torch.no_grad():
             start = 0
             while start < len(grey):
                 try:

@@ -287,13 +287,11 @@ def _side(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-_COMPILED: dict[tuple[int, int], tuple[Encoder, Compiled]] = {}
-
-
 def _compiled(encoder: DeviceEncoder, rows: int) -> Compiled:
-    """The encoder captured for so many rows, made once."""
+    """The encoder captured for so many rows, made once and kept with it."""
     from testtime.encoding.compiled import Compiled
 
-    if (id(encoder), rows) not in _COMPILED:
-        _COMPILED[id(encoder), rows] = encoder, Compiled(encoder, rows)
-    return _COMPILED[id(encoder), rows][1]
+    kept: dict[int, Compiled] = vars(encoder).setdefault("_compiled", {})
+    if rows not in kept:
+        kept[rows] = Compiled(encoder, rows)
+    return kept[rows]

@@ -100,7 +100,7 @@ class Run:
             share=numbers["share"],
             keep=0,  # of as many views as come
             prompt_count=method.prompt_count,
-            threads=1,
+            threads=None,
             keeps_below=method.gate_keeps == "below",
             evolves=method.text_update != "none",
             renormalise=method.renormalise_text,
@@ -163,7 +163,7 @@ class Run:
             self.kept = self.kept._replace(text_pull=text_pull, visual_pull=visual_pull)
         work = self.run.text.vectors.size * (views + 3 * len(self.room.similarity))
         threads = torch.get_num_threads() if gemm.SPREADS and work >= HEAVY else 1
-        settings = self.settings._replace(threads=threads, looks=looks)
+        settings = self.settings._replace(threads=threads if threads > 1 else None, looks=looks)
         self.whole, updates = False, int(self.run.updates[0])
         with loops.threads(threads), gemm.one_thread():
             dpe_loops.scan(stream, self.run, self.room, self.kept, settings, logits, learned)

@@ -14,7 +14,8 @@ import math
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import prange
+from numba import prange, types
+from numba.extending import overload
 
 from testtime.steppers.cpu.gemm import across, product, product_of_transposed
 from testtime.steppers.cpu.loops import (
@@ -106,7 +107,7 @@ class Settings(NamedTuple):
     share: Any  # of the way that the text prototypes evolve; below 0: one over the number of images
     keep: int  # views
     prompt_count: int
-    threads: int
+    threads: int | None  # None: there is but one
     keeps_below: bool
     evolves: bool
     renormalise: bool
@@ -120,13 +121,21 @@ NOTHING = 1e-30  # a slope below it moves no prototype, and numbers with fewer d
 SPIKES, NEAR, REPEL, AGAIN, BY_VISUAL, BY_TEXT = range(6)
 
 
-@compiled
 def rows(phase: int, total: int, run: Run, room: Room, settings: Settings, number: Any, row: Array) -> None:
     """One phase for `total` rows, by as many threads as there are. `number` and `row` are what it needs besides."""
-    if settings.threads > 1:
-        _spread(phase, total, run.text, run.visual, run.height, run.seen, room, settings, number, row)
-    else:
+    raise NotImplementedError("for compiled loops")
+
+
+@overload(rows)
+def _rows(phase: Any, total: Any, run: Any, room: Any, settings: Any, number: Any, row: Any) -> Any:
+    def alone(phase: Any, total: Any, run: Any, room: Any, settings: Any, number: Any, row: Any) -> None:
         _some(phase, 0, total, run.text, run.visual, run.height, run.seen, room, settings, number, row)
+
+    def together(phase: Any, total: Any, run: Any, room: Any, settings: Any, number: Any, row: Any) -> None:
+        _spread(phase, total, run.text, run.visual, run.height, run.seen, room, settings, number, row)
+
+    # by type: what is never spread is compiled without the threads, in half the time
+    return alone if settings[Settings._fields.index("threads")] == types.none else together
 
 
 @spread

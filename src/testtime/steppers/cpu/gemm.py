@@ -1,8 +1,8 @@
 """Products of matrices in compiled loops: torch's own, called by address.
 
 A library call from Python would cost as much as a small product does. Matrices lie row by row, in single or double
-precision. A product is spread over the threads of the loops, or, asked to keep to one of them, over those that torch
-has been given: threads of two kinds in turns would wait for one another busily, each on the other's core.
+precision. A product is spread over the threads of the loops, or keeps to one: threads of two kinds in turns would wait
+for one another busily, each on the other's core.
 """
 
 from __future__ import annotations
@@ -129,27 +129,34 @@ def _spread(first: int, second: int, a: Array, b: Array, out: Array, threads: in
         _own_threads(before)
 
 
-@compiled
-def _product(first: int, second: int, a: Array, b: Array, out: Array, threads: int) -> None:
-    if threads > 1:
-        _spread(first, second, a, b, out, threads)
-    else:
+def _product(first: int, second: int, a: Array, b: Array, out: Array, threads: int | None) -> None:
+    raise NotImplementedError("for compiled loops")
+
+
+@overload(_product)
+def _chosen(first: Any, second: Any, a: Any, b: Any, out: Any, threads: Any) -> Any:
+    def alone(first: Any, second: Any, a: Any, b: Any, out: Any, threads: Any) -> None:
         _multiplied(first, second, a, b, len(a) if first == T else a.shape[1], out)
 
+    def together(first: Any, second: Any, a: Any, b: Any, out: Any, threads: Any) -> None:
+        _spread(first, second, a, b, out, threads)
+
+    return alone if threads == types.none else together
+
 
 @compiled
-def across(a: Array, b: Array, out: Array, threads: int) -> None:
+def across(a: Array, b: Array, out: Array, threads: int | None) -> None:
     """a (M, K) @ b.T (K, N) -> (M, N)."""
     _product(N, T, a, b, out, threads)
 
 
 @compiled
-def product(a: Array, b: Array, out: Array, threads: int) -> None:
+def product(a: Array, b: Array, out: Array, threads: int | None) -> None:
     """a (M, K) @ b (K, N) -> (M, N)."""
     _product(N, N, a, b, out, threads)
 
 
 @compiled
-def product_of_transposed(a: Array, b: Array, out: Array, threads: int) -> None:
+def product_of_transposed(a: Array, b: Array, out: Array, threads: int | None) -> None:
     """a.T (M, K) @ b (K, N) -> (M, N), for a (K, M)."""
     _product(T, N, a, b, out, threads)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from testtime.capture import capture, exact_products, reason, warn_once
+from testtime.capture import capture, reason, warn_once
 from testtime.methods.base import leaves
 from testtime.steppers import example
 from testtime.steppers.plain import Plain
@@ -147,7 +147,8 @@ class Stepper:
         """A way to launch so many steps, which where they are `looks` leave the states as they were."""
         body = self._body
         assert body is not None
-        before = _copied(body.state)
+        with torch.inference_mode(False):
+            before = _copied(body.state)
 
         def steps(count: int = count) -> None:
             if looks:
@@ -161,8 +162,8 @@ class Stepper:
         if not self._graphs:
             return steps
         try:
-            with torch.inference_mode(False), torch.no_grad(), exact_products():
-                return capture(steps, warm_up=lambda: steps(1), priority=PRIORITY).replay
+            with torch.inference_mode(False), torch.no_grad():
+                return capture(steps, warm_up=lambda: steps(1), priority=PRIORITY, exact=True).replay
         except Exception as error:
             warn_once(f"Steps of '{self.name}' cannot be captured, and run one by one ({reason(error)}).")
             self._graphs = False
@@ -186,7 +187,11 @@ class Own:
         for run, (method, state) in enumerate(zip(self.methods, self.state, strict=True)):
             answer, after = method.step(self.task, state, views)
             logits[run].copy_(answer)
-            self.learned[run].copy_(torch.as_tensor(method.learned(state, after)))
+            learned = method.learned(state, after)
+            if isinstance(learned, Tensor) and learned.device == self.learned.device:
+                self.learned[run].copy_(learned)
+            else:  # known without looking: it remembers nothing, say
+                self.learned[run].fill_(bool(learned))
             overwrite(state, after)
 
     def snapshot(self) -> list[Any]:

@@ -1,0 +1,478 @@
+"""What every stepper promises: forms that name what they understand, looks that change nothing, and the same bits."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import testtime as tt
+from testtime import engine, ops, steppers
+from testtime.methods.base import kinds, leaves
+from testtime.methods.dmn import DMN
+from testtime.methods.dota import DOTA
+from testtime.methods.dpe import DPE
+from testtime.methods.tda import TDA
+from testtime.methods.tps import TPS
+from testtime.steppers import ALIGNMENT, form_of, laid, laid_rows, laid_task, open_stepper
+from testtime.steppers.forms import FORMS, SHARES, Form, understood
+from testtime.steppers.gpu import graph
+from testtime.steppers.plain import Plain, Row
+
+METHODS: dict[str, Any] = {
+    "dmn": DMN(memory_size=2),
+    "dota": DOTA(refresh=3),
+    "dpe": DPE(entropy_threshold=0.3),
+    "dpe, views chosen again": DPE(multi_view_prediction=True, entropy_threshold=0.3, queue=1),
+    "dpe, as printed": DPE.paper(),
+    "mcp": tt.make_method("mcp"),
+    "mta": tt.make_method("mta"),
+    "tda": TDA(neg_entropy_lower=0.0, neg_entropy_upper=1.0),
+    "tps": TPS(),
+    "zero": tt.make_method("zero"),
+    "zeroshot": tt.make_method("zeroshot"),
+}
+STEPPERS: dict[str, Callable[..., Any]] = {
+    "chosen": open_stepper,
+    "reference": partial(open_stepper, reference=True),
+    "graph": graph.Stepper,  # as on a GPU, without capturing
+}
+COMPILED = {"dpe": DPE, "tda": TDA, "tps": TPS, "dmn": DMN}
+
+every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
+every_stepper = pytest.mark.parametrize("opened", STEPPERS.values(), ids=STEPPERS.keys())
+every_form = pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.module.rpartition('.')[2]}-{form.device}")
+
+
+def same(first: Any, second: Any) -> bool:
+    return all(map(torch.equal, leaves(first), leaves(second)))
+
+
+def copied(states: Any) -> list[Tensor]:
+    return [leaf.clone() for leaf in leaves(states)]
+
+
+def off_alignment(tensor: Tensor) -> Tensor:
+    """The same numbers, beginning 8 bytes behind a multiple of ALIGNMENT."""
+    skip = 8 // tensor.element_size()
+    numbers = tensor.new_empty(tensor.numel() + skip)[skip:].view(tensor.shape).copy_(tensor)
+    assert numbers.data_ptr() % ALIGNMENT == 8
+    return numbers
+
+
+def all_off_alignment(state: Any) -> Any:
+    return off_alignment(state) if isinstance(state, Tensor) else type(state)(*map(all_off_alignment, state))
+
+
+# What is chosen
+
+
+def method_of(form: Form) -> Any:
+    module, _, name = form.method.rpartition(".")
+    return getattr(import_module(module), name)
+
+
+def made_up(method: Any, name: str, value: object) -> Any:
+    """The method with a value that its class would refuse."""
+    changed = copy.copy(method)
+    object.__setattr__(changed, name, value)
+    return changed
+
+
+def written_out(kind: Any) -> tuple[object, ...] | None:
+    """All values of a type that has few of them."""
+    if get_origin(kind) is Literal:
+        return get_args(kind)
+    return (False, True) if kind is bool else None
+
+
+@every_form
+def test_a_form_says_what_it_understands_of_every_setting_and_of_no_other(form: Form) -> None:
+    settings = kinds(method_of(form))
+    assert form.understands.keys() == settings.keys()
+    assert set(form.together) <= settings.keys()
+
+
+@every_form
+def test_of_settings_with_few_values_those_understood_are_written_out(form: Form) -> None:
+    for name, kind in kinds(method_of(form)).items():
+        values = written_out(kind)
+        if values is not None:
+            known = form.understands[name]
+            assert isinstance(known, tuple), name
+            assert known and set(known) <= set(values), name
+
+
+@every_form
+def test_a_value_that_is_not_listed_is_left_to_the_method_s_own_steps(
+    form: Form, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip(form.needs)
+    monkeypatch.setattr(steppers, "FORMS", [form._replace(device="cpu")])
+    task, _, _ = tt.toy()
+    method = method_of(form)()
+    assert form_of(task, method) is not None
+    unlisted = 0
+    for name, kind in kinds(type(method)).items():
+        known = form.understands[name]
+        values: tuple[object, ...] = ("novel",)
+        if isinstance(known, tuple):
+            values += tuple(value for value in (*(written_out(kind) or ()), 7) if value not in known)
+        for value in values:
+            other = made_up(method, name, value)
+            assert form_of(task, other) is None, f"{name}={value!r}"
+            assert isinstance(open_stepper(task, [other], [method.init(task)]), Plain)
+            unlisted += 1
+    assert unlisted >= len(form.understands)
+
+
+@every_form
+def test_a_setting_that_a_form_does_not_know_is_left_to_the_method_s_own_steps(form: Form) -> None:
+    method = method_of(form)()
+    assert understood(form, method)
+    for name in form.understands:
+        known = {other: values for other, values in form.understands.items() if other != name}
+        assert not understood(form._replace(understands=known), method), name
+
+
+def test_every_update_rule_of_the_text_has_a_share_of_its_own() -> None:
+    assert SHARES.keys() == set(get_args(kinds(DPE)["text_update"]))
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_the_fastest_stepper_is_chosen_unless_the_reference_is_asked_for(name: str) -> None:
+    task, _, _ = tt.toy()
+    method = COMPILED[name]()
+    assert type(open_stepper(task, [method])).__module__ == f"testtime.steppers.cpu.{name}"
+    assert isinstance(open_stepper(task, [method], reference=True), Plain)
+
+
+@pytest.mark.parametrize("reference", [False, True], ids=["chosen", "reference"])
+def test_runs_that_cannot_share_a_stepper_answer_together_as_each_does_alone(reference: bool) -> None:
+    task, stream, _ = tt.toy(images=20)
+    methods = [DPE(queue=2), METHODS["mta"], DPE(), TDA()]
+    row = open_stepper(task, methods, reference=reference)
+    alone = [open_stepper(task, [method], reference=reference) for method in methods]
+    assert isinstance(row, Row)
+    for image in stream[:5]:
+        assert torch.equal(row.peek(image), torch.cat([stepper.peek(image) for stepper in alone]))
+        logits, learned = row.step(image)
+        each = [stepper.step(image) for stepper in alone]
+        assert torch.equal(logits, torch.cat([rows for rows, _ in each]))
+        assert learned.tolist() == [bool(one) for _, one in each]
+    halfway = row.snapshot()
+    assert same(halfway, [stepper.snapshot()[0] for stepper in alone])
+    rest = row.scan(stream[5:])
+    assert torch.equal(rest, torch.cat([stepper.scan(stream[5:]) for stepper in alone]))
+    row.restore(halfway)
+    assert torch.equal(row.scan(stream[5:]), rest)
+
+
+# Looks, snapshots and threads
+
+
+@every_method
+@every_stepper
+@pytest.mark.parametrize("views", [1, 12])
+def test_a_peek_gives_what_the_step_then_gives_and_leaves_the_state_as_it_was(
+    method: Any, opened: Callable[..., Any], views: int
+) -> None:
+    task, stream, _ = tt.toy(classes=7, dim=30, images=24, views=views)
+    undisturbed, stepper = (opened(task, [method], [method.init(task)]) for _ in range(2))
+    for place, image in enumerate(stream):
+        before = copied(stepper.snapshot())
+        looks = [stepper.peek(image), stepper.peek(stream[place * 7 % 24]), stepper.peek(image)]
+        assert all(map(torch.equal, leaves(stepper.snapshot()), before))
+        (logits, learned), (expected, expected_learned) = stepper.step(image), undisturbed.step(image)
+        assert torch.equal(looks[0], logits) and torch.equal(looks[2], logits)
+        assert torch.equal(logits, expected) and same(stepper.snapshot(), undisturbed.snapshot())
+        assert learned.shape == (1,) and learned.dtype == torch.bool and torch.equal(learned, expected_learned)
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_peek_at_settings_side_by_side_is_that_of_each(name: str) -> None:
+    number = {"dpe": "alpha", "tda": "pos_alpha", "tps": "lr", "dmn": "beta"}[name]
+    methods = [COMPILED[name](**{number: value}) for value in (0.5, 2.0)]
+    task, stream, _ = tt.toy(classes=7, dim=30, images=24, views=12)
+    together, alone = open_stepper(task, methods), [open_stepper(task, [method]) for method in methods]
+    for image in stream:
+        look = together.peek(image)
+        assert torch.equal(look, torch.cat([stepper.peek(image) for stepper in alone]))
+        assert torch.equal(together.step(image)[0], look)
+        for stepper in alone:
+            stepper.step(image)
+    assert not torch.equal(look[0], look[1])
+
+
+@every_method
+@every_stepper
+def test_a_restored_stepper_repeats_the_same_logits(method: Any, opened: Callable[..., Any]) -> None:
+    task, stream, _ = tt.toy(classes=7, dim=32, images=30, views=2)
+    stepper = opened(task, [method], [method.init(task)])
+    stepper.scan(stream[:10])
+    early = stepper.snapshot()
+    kept = copied(early)
+    first = stepper.scan(stream[10:])
+    late = copied(stepper.snapshot())
+    assert all(map(torch.equal, leaves(early), kept)), "a snapshot is a copy"
+    stepper.restore(early)
+    assert torch.equal(stepper.scan(stream[10:]), first)
+    assert all(map(torch.equal, leaves(stepper.snapshot()), late))
+    assert all(map(torch.equal, leaves(early), kept)), "a state that is restored is copied"
+    other = opened(task, [method], early)
+    assert torch.equal(other.scan(stream[10:]), first)
+
+
+def test_sessions_in_threads_give_what_each_gives_alone() -> None:
+    task, _, _ = tt.toy(classes=20, dim=64)
+    streams = [tt.toy(classes=20, dim=64, images=60, views=12, seed=seed)[1] for seed in range(3)]
+    methods = [DPE(), DPE(alpha=2.0, entropy_threshold=0.3), TDA()]
+
+    def answers(method: Any, stream: Tensor, start: Callable[[], object]) -> Tensor:
+        session, rows = tt.Session(task, method), []
+        start()
+        for image in stream:
+            rows += [session.predict(image).logits, session.step(image).logits]
+        return torch.stack(rows)
+
+    alone = [answers(method, stream, lambda: None) for method, stream in zip(methods, streams, strict=True)]
+    together: dict[int, Tensor] = {}
+    ready = threading.Barrier(len(methods))
+
+    def run(place: int) -> None:
+        together[place] = answers(methods[place], streams[place], ready.wait)
+
+    threads = [threading.Thread(target=run, args=(place,)) for place in range(len(methods))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for place, expected in enumerate(alone):
+        assert torch.equal(together[place], expected)
+
+
+class Spied:
+    """A stepper that writes down what is asked of it."""
+
+    def __init__(self, stepper: Any) -> None:
+        self.stepper, self.asked = stepper, []
+
+    def __getattr__(self, name: str) -> Any:
+        self.asked.append(name)
+        return getattr(self.stepper, name)
+
+
+@pytest.mark.parametrize("reference", [False, True], ids=["chosen", "reference"])
+def test_a_prediction_is_one_look_and_no_copy(reference: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    spies = []
+
+    def spied(*arguments: Any, **options: Any) -> Any:
+        spies.append(Spied(open_stepper(*arguments, **options)))
+        return spies[-1]
+
+    monkeypatch.setattr(engine, "open_stepper", spied)
+    monkeypatch.setattr(tt.Session, "fork", lambda self: pytest.fail("a session was forked"))
+    task, stream, _ = tt.toy(images=3)
+    session = tt.Session(task, "dpe", reference=reference)
+    session.step(stream[0])
+    for image in stream:
+        prediction = session.predict(image)
+        assert not prediction.learned
+    assert [spy.asked for spy in spies] == [["step", "peek", "peek", "peek"]]
+    assert session.count == 1
+
+
+# The same bits wherever a stream is cut
+
+
+PRODUCTS = {
+    *("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "addr", "linear", "matmul", "inner"),
+    *("_scaled_mm", "einsum", "tensordot", "linalg_vecdot", "linalg_multi_dot", "_addmm_activation"),
+}
+
+
+class Products(TorchDispatchMode):
+    """Writes down, of every product of matrices or vectors, how its factors lie in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[Any, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.partition("::")[2]
+        if name.rstrip("_") in PRODUCTS or name in PRODUCTS:
+            factors = [tensor for tensor in args if isinstance(tensor, Tensor)]
+            places = [(tuple(t.shape), t.stride(), t.data_ptr() % ALIGNMENT) for t in factors]
+            self.found.append((name, *places))
+        return func(*args, **(kwargs or {}))
+
+
+def products(session: tt.Session, chunks: Any) -> tuple[list[tuple[Any, ...]], Tensor]:
+    """The products of a session over a stream that comes in chunks, and its logits."""
+    with Products() as written:
+        logits = torch.cat([session.scan(chunk) for chunk in chunks])
+    return written.found, logits
+
+
+@every_method
+@pytest.mark.parametrize("views", [1, 12])
+@pytest.mark.parametrize("dim", [30, 32])
+@pytest.mark.parametrize("text", [laid, off_alignment], ids=["text aligned", "text 8 bytes off"])
+def test_factors_of_products_lie_alike_wherever_a_stream_is_cut(
+    method: Any, views: int, dim: int, text: Callable[[Tensor], Tensor], tmp_path: Path
+) -> None:
+    aligned, stream, _ = tt.toy(classes=7, dim=dim, images=16, views=views)
+    task = replace(aligned, text=text(aligned.text))
+    opened = partial(tt.Session, method=method, reference=True)
+    whole, expected = products(opened(aligned), [stream])
+    assert whole
+
+    session = opened(task)
+    session.scan(stream[:7])
+    loaded = tt.Session.load(session.save(tmp_path / "s.safetensors"), task, reference=True)
+    given = opened(task)
+    given.state, given.count = all_off_alignment(session.state), session.count
+    cuts = {
+        "uninterrupted": products(session, [stream[7:]]),
+        "loaded": products(loaded, [stream[7:]]),
+        "from a state off alignment": products(given, [stream[7:]]),
+        "cut elsewhere": products(_after(opened(task), stream[:7].split([2, 4, 1])), stream[7:].split([1, 5, 3])),
+        "one by one": products(_after(opened(task), stream[:7].split(1)), stream[7:].split(1)),
+    }
+    for name, (found, logits) in cuts.items():
+        assert found == whole[len(whole) - len(found) :] and found, name
+        assert torch.equal(logits, expected[7:]), name
+
+
+def _after(session: tt.Session, chunks: Any) -> tt.Session:
+    for chunk in chunks:
+        session.scan(chunk)
+    return session
+
+
+def test_a_task_a_view_and_a_stream_are_aligned_only_where_they_are_not() -> None:
+    task, stream, _ = tt.toy(dim=32)
+    assert laid_task(task) is task and laid(task.text) is task.text
+    shifted = laid_task(replace(task, text=off_alignment(task.text)))
+    assert shifted.text.data_ptr() % ALIGNMENT == 0 and torch.equal(shifted.text, task.text)
+    assert laid(task.text.T).is_contiguous()
+    assert laid_rows(stream) and not laid_rows(off_alignment(stream)) and not laid_rows(stream[:, :3])
+    assert not laid_rows(tt.toy(dim=30, views=1)[1])
+
+
+def arrays(part: Any) -> Iterator[tuple[str, Any]]:
+    """The arrays of nested NamedTuples, with their names."""
+    for name, value in part._asdict().items():
+        if hasattr(value, "_asdict"):
+            yield from ((f"{name}.{inner}", array) for inner, array in arrays(value))
+        else:
+            yield name, value
+
+
+@pytest.mark.parametrize("settings", [{}, {"multi_view_prediction": True}, {"align_weight": 0.0}], ids=str)
+def test_matrices_that_compiled_loops_multiply_begin_with_a_line_of_the_cache(settings: dict[str, Any]) -> None:
+    dpe = pytest.importorskip("testtime.steppers.cpu.dpe")
+    task, stream, _ = tt.toy(classes=7, dim=30, images=24, views=3)
+    stepper = dpe.Stepper(task, [DPE(entropy_threshold=0.5, **settings)], [DPE().init(task)])
+    evolutions = set()
+    for image in stream:
+        stepper.peek(image)
+        stepper.step(image)
+        (run,) = stepper.runs
+        evolutions.add(int(run.run.updates[0]) % 2)
+        # what holds one number for each class never is a factor, and begins anywhere
+        matrices = [(name, array) for name, array in arrays(run.run) if array.ndim > 1]
+        for name, array in [*matrices, *arrays(run.room), *arrays(run.kept)]:
+            assert not array.size or (array.ctypes.data % ALIGNMENT == 0 and array.flags.c_contiguous), name
+    assert evolutions == {0, 1}  # text prototypes change places with those they evolve to
+
+
+def test_compiled_loops_get_every_image_at_a_line_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    dpe_loops = pytest.importorskip("testtime.steppers.cpu.dpe_loops")
+    scan, images = dpe_loops.scan, []
+
+    def spy(stream: Any, *rest: Any) -> None:
+        images.append(len(stream))
+        assert stream.flags.c_contiguous
+        for image in stream:
+            assert image.ctypes.data % ALIGNMENT == 0
+        scan(stream, *rest)
+
+    monkeypatch.setattr(dpe_loops, "scan", spy)
+    for dim, views, place, lengths in (
+        (32, 2, laid, [9]),  # images of 256 bytes each
+        (32, 2, off_alignment, [1] * 9),
+        (30, 1, laid, [1] * 9),
+        (30, 12, laid, [1] * 9),
+    ):
+        task, stream, _ = tt.toy(dim=dim, images=9, views=views)
+        images.clear()
+        logits = open_stepper(task, [DPE()]).scan(place(stream))
+        assert images == lengths
+        assert torch.equal(logits, torch.cat([open_stepper(task, [DPE()]).scan(laid(stream))]))
+
+
+def test_compiled_loops_round_in_the_order_that_is_written() -> None:
+    """Not as a compiler likes it: a loop just compiled and one found on disk would differ in the last bit."""
+    pytest.importorskip("numba")
+    from numba.core.dispatcher import Dispatcher
+
+    folder = Path(steppers.__file__).parent / "cpu"
+    modules = [import_module(f"testtime.steppers.cpu.{path.stem}") for path in sorted(folder.glob("[a-z]*.py"))]
+    found = 0
+    for module in modules:
+        for name, function in vars(module).items():
+            if isinstance(function, Dispatcher):
+                assert not function.targetoptions.get("fastmath"), f"{module.__name__}.{name}"
+                found += 1
+    assert found > 30
+    for path in folder.glob("*.py"):  # functions that are compiled inside their callers have options of their own
+        assert "fastmath=" not in path.read_text() and '"fastmath"' not in path.read_text(), path
+
+
+# Denormals
+
+
+def denormals(tensor: Tensor) -> int:
+    return int(((tensor != 0) & (tensor.abs() < torch.finfo(tensor.dtype).tiny)).sum())
+
+
+@pytest.mark.parametrize("kind", ["nearly equal", "at right angles"])
+def test_the_alignment_holds_no_denormal_number(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    noise = torch.Generator().manual_seed(0)
+    task, _, _ = tt.toy(classes=24, dim=64)
+    wobble = torch.randn(24, 64, generator=noise)
+    rows = task.text[:1] + 1e-3 * wobble if kind == "nearly equal" else torch.eye(24, 64) + 2e-2 * wobble
+    task = replace(task, text=ops.unit(rows))
+    misplaced, seen = ops._misplaced, []
+
+    def spy(similarity: Tensor, dim: int) -> Tensor:
+        seen.append((denormals(similarity.softmax(dim)), misplaced(similarity, dim).clone()))
+        return seen[-1][1].clone()
+
+    monkeypatch.setattr(ops, "_misplaced", spy)
+    stream = ops.unit(task.text + 1e-3 * torch.randn(24, 64, generator=noise))[:, None]
+    open_stepper(task, [DPE()], reference=True).scan(stream)
+    assert len(seen) == 24 and all(denormals(pull) == 0 for _, pull in seen)
+    assert any(before for before, _ in seen) == (kind == "at right angles"), "what there would be without a threshold"
+
+
+def test_chances_below_the_threshold_are_nothing_and_those_above_are_kept() -> None:
+    gaps = torch.tensor([0.0, -30.0, -60.0, -68.0, -70.0, -88.0, -95.0, -103.0])
+    rows = gaps[None].repeat(8, 1)
+    plain = rows.double().softmax(1)
+    pull = ops._misplaced(rows.clone(), 1) + torch.eye(8)
+    kept = plain >= ops.NOTHING
+    off = ~torch.eye(8, dtype=torch.bool)
+    assert torch.equal(pull[off] > 0, kept[off]) and not denormals(pull)
+    torch.testing.assert_close(pull[off & kept], plain.float()[off & kept], rtol=1e-4, atol=0)
