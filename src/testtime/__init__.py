@@ -5,8 +5,13 @@ Names are imported when first used, so that `import testtime` stays light and to
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+# Threads that wait sleep, and do not spin: beside a busy neighbour a thread that spins uses up its share of a core, and
+# the one it waits for gets none. Steps took up to 60 times as long so. OpenMP reads it when its threads start.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 __version__ = "0.1.0"
 

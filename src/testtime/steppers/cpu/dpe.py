@@ -28,9 +28,9 @@ from testtime.steppers.cpu.dpe_loops import Kept, Room, Settings, Side
 from testtime.steppers.cpu.loops import Array, aligned, owned
 from testtime.types import Task
 
-# Multiplications of a step from which it is spread over threads. With fewer, threads would gain little, and may lose
-# more than that on a busy machine: whoever is ready first waits for the others, many times a step.
-HEAVY = 2**24
+# Multiplications of a step from which it is spread over threads. With fewer (100 classes and 64 views are 18 million),
+# threads would gain little, and lose more than that on a busy machine: each waits for the others many times a step.
+HEAVY = 3 * 2**23
 
 
 def fits(task: Task) -> bool:
