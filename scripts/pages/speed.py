@@ -9,9 +9,10 @@ from typing import Any
 from testtime.bench.systems import SYSTEMS
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-FILES = ("h200-step.json", "h200.json", "h200-rn50.json", "h200-more.json")  # a stage is told from the first with it
+FILES = ("h200-commands.json", "h200-parts.json")  # a stage is told from the first with it
 TITLES = {
     "commands": "What a user types: 64 views, 1000 classes, ViT-B/16; milliseconds per image after the first 50",
+    "four cores": "The same commands kept to 4 of the machine's 16 cores",
     "step": "One step of DPE, C = 1000, D = 512, 64 views, full queues",
     "encoder": "ViT-B/16 in half precision, 64 views of an image",
     "views": "Views of a photograph, 64 of them",
@@ -19,7 +20,7 @@ TITLES = {
     "decode": "Reading a JPEG file",
     "rn50": "From an image to its prediction, RN50",
     "released": "The way of the released code, ViT-B/16, views made before",
-    "growth": "A captured step that is not compiled, as one number grows (else C = 1000, D = 512, 64 views, queue 3)",
+    "growth": "A captured step without kernels of its own, as one number grows (else C = 1000, D = 512, 64 views, queue 3)",
 }
 ORDER = [system.name for system in SYSTEMS]
 SKIPPED = ("seconds to prepare", "difference", "classes alike", "least cosine", "bytes of a file")
