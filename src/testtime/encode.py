@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -69,20 +68,22 @@ def encode(
         progress(finished)
     with ThreadPoolExecutor(1, "testtime-write") as writer:  # the next images are encoded meanwhile
         writing: Future[object] = writer.submit(lambda: None)
-        for number, group in groupby(entries, key=lambda entry: entry.index // size):
-            kept: list[int] = []
-            features: list[Tensor] = []
-            for entry in _readable(group, on_skip):
-                if entry.features is not None:
-                    kept.append(entry.index)
-                    features.append(entry.features.to(dtype))
-                finished += 1
-                if progress:
-                    progress(finished)
-            counts[number] = len(kept)
-            writing.result()  # one at a time, so that memory is bounded
-            if kept:
-                writing = writer.submit(write, number, kept, features)
+        kept: list[int] = []
+        features: list[Tensor] = []
+        for entry in _readable(entries, on_skip):
+            if entry.features is not None:
+                kept.append(entry.index)
+                features.append(entry.features.to(dtype))
+            finished += 1
+            if progress:
+                progress(finished)
+            number = entry.index // size
+            if entry.index == parts[number][-1]:
+                counts[number] = len(kept)
+                writing.result()  # one at a time, so that memory is bounded
+                if kept:
+                    writing = writer.submit(write, number, kept, features)
+                kept, features = [], []
         writing.result()
     total = sum(count or 0 for count in counts)
     if total == 0:

@@ -26,5 +26,6 @@ def workers(count: int, flush: bool = False) -> ThreadPoolExecutor:
 
 
 def _alone(flush: bool) -> None:
+    torch.get_num_threads()  # which takes over the number that others were told last, once and for good
     torch.set_num_threads(1)
     torch.set_flush_denormal(flush)

@@ -365,6 +365,7 @@ def _plans(experiment: Any, encoder: str | None, common: tuple[Any, ...]) -> dic
     for name in experiment.encoders:
         try:
             plans[name] = _plan(name, *common)
+            plans[name].encoder.loaded  # noqa: B018, what is missing shows now, and leaves a reason in every row
         except InputError as reason:
             if len(experiment.encoders) == 1 and not experiment.datasets:
                 raise

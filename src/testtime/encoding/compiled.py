@@ -86,7 +86,7 @@ class Compiled:
                 warn_once(f"Memory ran out at {before} views at a time; going on with {self.rows}.")
                 if torch.cuda.is_available():
                     torch.cuda.empty_cache()
-        return torch.cat(parts) if parts else torch.zeros(0, self.encoder.dim, device=self.encoder.device)
+            return torch.cat(parts) if parts else torch.zeros(0, self.encoder.dim, device=self.encoder.device)
 
     def _launch(self, grey: Tensor) -> Tensor:
         """Unit features (n, D) of at most `rows` views."""

@@ -82,7 +82,7 @@ def stream(
     if head is None:
         return
     numbered = chain([head], numbered)
-    if isinstance(head[1], Tensor) and head[1].is_floating_point():
+    if isinstance(head[1], Tensor) and head[1].dtype != torch.uint8:  # pixels are bytes
         yield from _given(numbered, like)
     elif encoder is None:
         raise InputError("This session has no encoder; give features, or make it with Session(..., encoder=).")
