@@ -20,7 +20,7 @@ TITLES = {
     "decode": "Reading a JPEG file",
     "rn50": "From an image to its prediction, RN50",
     "released": "The way of the released code, ViT-B/16, views made before",
-    "growth": "A captured step without kernels of its own, as one number grows (else C = 1000, D = 512, 64 views, queue 3)",
+    "growth": "A captured step without own kernels, as one number grows (else C = 1000, D = 512, 64 views, queue 3)",
 }
 ORDER = [system.name for system in SYSTEMS]
 SKIPPED = ("seconds to prepare", "difference", "classes alike", "least cosine", "bytes of a file")
