@@ -15,7 +15,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from llvmlite import ir
 from numba import config, get_num_threads, njit, set_num_threads, types
+from numba.core import cgutils
 from numba.extending import intrinsic, overload
 from numpy.typing import NDArray
 from torch import Tensor
@@ -25,6 +27,7 @@ from testtime.types import Task
 
 Array = NDArray[Any]
 
+SUMS = 4  # vectors of sums side by side, as many as hide what an addition takes
 LINE = ALIGNMENT  # bytes of a cache line
 
 # Every operation rounds for itself, in the order that is written: no `fastmath`. A function is compiled more than once,
@@ -223,27 +226,97 @@ def _largest(row: Any) -> Any:
     return of
 
 
+def _summed(builder: Any, length: Any, real: Any, width: int, more: Any, last: Any) -> Any:
+    """IR that sums numbers of type `real`, `SUMS * width` side by side, then these, then what is left over.
+
+    Vector instructions written out, since a compiler may make them of a sum only by taking it in its own order.
+    `more(index, sums)` adds a vector's worth of numbers to a vector of sums, and `last(index, sum)` one to one.
+    """
+    wide, whole = ir.VectorType(real, width), ir.Constant(length.type, SUMS * width)
+    blocks = builder.sdiv(length, whole)
+    sums = [cgutils.alloca_once_value(builder, ir.Constant(wide, [0.0] * width)) for _ in range(SUMS)]
+    with cgutils.for_range(builder, blocks) as loop:
+        base = builder.mul(loop.index, whole)
+        for number, place in enumerate(sums):
+            index = builder.add(base, ir.Constant(length.type, number * width))
+            builder.store(more(index, builder.load(place)), place)
+    rows = [builder.load(place) for place in sums]
+    while len(rows) > 1:
+        rows = [builder.fadd(x, y) for x, y in zip(rows[::2], rows[1::2], strict=True)]
+    lanes = [builder.extract_element(rows[0], ir.Constant(ir.IntType(32), lane)) for lane in range(width)]
+    total = lanes[0]
+    for lane in lanes[1:]:
+        total = builder.fadd(total, lane)
+    result = cgutils.alloca_once_value(builder, total)
+    rest = cgutils.for_range_slice(builder, builder.mul(blocks, whole), length, ir.Constant(length.type, 1))
+    with rest as (index, _):
+        builder.store(last(index, builder.load(result)), result)
+    return builder.load(result)
+
+
+def _reader(builder: Any, address: Any, real: Any) -> Any:
+    """IR that loads a number, or a vector of them, at an index from an address."""
+    start, size = builder.inttoptr(address, real.as_pointer()), 4 if real == ir.FloatType() else 8
+
+    def load(index: Any, kind: Any = real) -> Any:
+        return builder.load(builder.bitcast(builder.gep(start, [index]), kind.as_pointer()), align=size)
+
+    return load
+
+
+@intrinsic
+def _dot(typingctx: Any, one: Any, other: Any, count: Any, zero: Any) -> Any:
+    """The product of two vectors of `count` numbers at two addresses, each of the kind of `zero`."""
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        real, width = context.get_value_type(zero), 8 if zero == types.float32 else 4
+        wide = ir.VectorType(real, width)
+        name = f"llvm.fma.v{width}f{32 if width == 8 else 64}"
+        fused = cgutils.get_or_insert_function(builder.module, ir.FunctionType(wide, [wide] * 3), name)
+        sides = [_reader(builder, address, real) for address in arguments[:2]]
+
+        def more(index: Any, sums: Any) -> Any:
+            return builder.call(fused, [*(load(index, wide) for load in sides), sums])
+
+        def last(index: Any, total: Any) -> Any:
+            return builder.fma(*(load(index) for load in sides), total)
+
+        return _summed(builder, arguments[2], real, width, more, last)
+
+    return zero(types.intp, types.intp, types.intp, zero), build
+
+
+@intrinsic
+def _total(typingctx: Any, one: Any, count: Any, zero: Any) -> Any:
+    """The sum in double of `count` numbers at an address, each of the kind of `zero`."""
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        real, double, width = context.get_value_type(zero), ir.DoubleType(), 4
+        load, single = _reader(builder, arguments[0], real), real == ir.FloatType()
+
+        def longer(value: Any, kind: Any) -> Any:
+            return builder.fpext(value, kind) if single else value
+
+        def more(index: Any, sums: Any) -> Any:
+            value = load(index, ir.VectorType(real, width))
+            return builder.fadd(sums, longer(value, ir.VectorType(double, width)))
+
+        def last(index: Any, total: Any) -> Any:
+            return builder.fadd(total, longer(load(index), double))
+
+        return _summed(builder, arguments[1], double, width, more, last)
+
+    return types.float64(types.intp, types.intp, zero), build
+
+
 @compiled
 def dot_rows(one: Array, i: int, other: Array, j: int) -> Any:
-    """The product of a row of one matrix with a row of another: eight sums side by side, then theirs.
+    """The product of a row of one matrix with a row of another.
 
     Matrices are taken whole: a row of its own would be counted in and out of use, which costs as much as the row does.
     """
-    zero = one.dtype.type(0)
-    a, b, c, d, e, f, g, h = zero, zero, zero, zero, zero, zero, zero, zero
-    whole = one.shape[1] // 8 * 8
-    for k in range(0, whole, 8):
-        a = fma(one[i, k], other[j, k], a)
-        b = fma(one[i, k + 1], other[j, k + 1], b)
-        c = fma(one[i, k + 2], other[j, k + 2], c)
-        d = fma(one[i, k + 3], other[j, k + 3], d)
-        e = fma(one[i, k + 4], other[j, k + 4], e)
-        f = fma(one[i, k + 5], other[j, k + 5], f)
-        g = fma(one[i, k + 6], other[j, k + 6], g)
-        h = fma(one[i, k + 7], other[j, k + 7], h)
-    for k in range(whole, one.shape[1]):
-        a = fma(one[i, k], other[j, k], a)
-    return ((a + e) + (c + g)) + ((b + f) + (d + h))
+    zero, count = one.dtype.type(0), one.shape[1]
+    return _dot(one.ctypes.data + i * one.strides[0], other.ctypes.data + j * other.strides[0], count, zero)
 
 
 @compiled
@@ -261,17 +334,8 @@ def length_at(rows: Array, place: int) -> Any:
 
 @compiled
 def total(numbers: Array) -> float:
-    """The sum of numbers (N,), in double: four sums side by side, then theirs."""
-    a, b, c, d = 0.0, 0.0, 0.0, 0.0
-    whole = len(numbers) // 4 * 4
-    for k in range(0, whole, 4):
-        a += numbers[k]
-        b += numbers[k + 1]
-        c += numbers[k + 2]
-        d += numbers[k + 3]
-    for k in range(whole, len(numbers)):
-        a += numbers[k]
-    return (a + c) + (b + d)
+    """The sum of numbers (N,), in double."""
+    return _total(numbers.ctypes.data, len(numbers), numbers.dtype.type(0))
 
 
 @compiled
