@@ -99,6 +99,7 @@ def test_images_in_shards_are_encoded_as_files_are(tmp_path, folders) -> None:
 
     from testtime import Features, Session, build_task, load_encoder
     from testtime.encode import encode
+    from testtime.types import ViewPlan
 
     files = open_dataset(folders)
     with tarfile.open(tmp_path / "d.tar", "w") as archive:
@@ -111,7 +112,7 @@ def test_images_in_shards_are_encoded_as_files_are(tmp_path, folders) -> None:
     encoder = load_encoder("tiny")
     task = build_task(encoder, files.classnames)
     for name, dataset in (("files", files), ("stored", stored)):
-        encode(encoder, task, dataset.paths, tmp_path / name, labels=dataset.labels, views=2, shard=3)
+        encode(encoder, task, dataset.paths, tmp_path / name, ViewPlan(2), labels=dataset.labels, shard=3)
     ours, theirs = Features(tmp_path / "stored"), Features(tmp_path / "files")
     assert ours.labels is not None and ours.labels.equal(theirs.labels)
     assert all(a.equal(b) for a, b in zip(ours.chunks(range(4)), theirs.chunks(range(4)), strict=True))

@@ -362,6 +362,7 @@ def _after(session: tt.Session, chunks: Any) -> tt.Session:
 
 def test_a_task_a_view_and_a_stream_are_aligned_only_where_they_are_not() -> None:
     task, stream, _ = tt.toy(dim=32)
+    task = laid_task(task)
     assert laid_task(task) is task and laid(task.text) is task.text
     shifted = laid_task(replace(task, text=off_alignment(task.text)))
     assert shifted.text.data_ptr() % ALIGNMENT == 0 and torch.equal(shifted.text, task.text)

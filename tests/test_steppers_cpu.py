@@ -16,7 +16,7 @@ from testtime.methods.base import leaves
 from testtime.methods.dmn import DMN
 from testtime.methods.tda import TDA
 from testtime.methods.tps import TPS
-from testtime.steppers import form_of, open_stepper, together
+from testtime.steppers import form_of, laid_task, open_stepper, together
 from testtime.steppers.plain import Plain, Row
 from testtime.sweeps import sweep
 
@@ -69,7 +69,7 @@ def followed(task: tt.Task, method: Any, stream: torch.Tensor) -> None:
         assert not isinstance(stepper, Plain)
         kept = [leaf.clone() for leaf in leaves(state)]
         (logits,), (learned,) = stepper.step(image)
-        expected, after = method.step(task, state, image)
+        expected, after = method.step(laid_task(task), state, image)
         assert_close(logits, expected, "stepper", "logits")
         assert learned == method.learned(state, after)
         assert all(map(torch.equal, leaves(state), kept)), "the state given is left alone"

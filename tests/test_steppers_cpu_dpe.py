@@ -18,7 +18,7 @@ import testtime as tt
 from testtime import steppers
 from testtime.methods.base import leaves
 from testtime.methods.dpe import DPE
-from testtime.steppers import form_of, open_stepper
+from testtime.steppers import form_of, laid_task, open_stepper
 from testtime.steppers.cpu import dpe, dpe_loops, gemm, loops
 from testtime.steppers.plain import Plain
 
@@ -57,7 +57,7 @@ def test_each_step_is_the_method_s_own_from_the_same_state(settings, dtype, view
     for image in stream[:25]:
         stepper = dpe.Stepper(task, [method], [state])
         (logits,), (learned,) = stepper.step(image)
-        expected, after = method.step(task, state, image)
+        expected, after = method.step(laid_task(task), state, image)
         assert_close(logits, expected, "stepper", "logits")
         assert learned == method.learned(state, after)
         for ours, plain in zip(leaves(stepper.snapshot()[0]), leaves(after), strict=True):
