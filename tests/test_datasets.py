@@ -119,7 +119,7 @@ def test_images_in_shards_are_encoded_as_files_are(tmp_path, folders) -> None:
     one, other = (Session(task, "zeroshot", encoder=encoder).step(d.paths[2]).logits for d in (stored, files))
     assert one.equal(other)
     # resumed, the names of shards are found again
-    assert encode(encoder, task, stored.paths, tmp_path / "stored", labels=stored.labels, views=2, shard=3,
+    assert encode(encoder, task, stored.paths, tmp_path / "stored", ViewPlan(2), labels=stored.labels, shard=3,
                   resume=True, on_skip=None) == 4  # fmt: skip
 
 
