@@ -201,7 +201,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     graphs = []
 
     class Replays:
-        def __init__(self, launch: Any, warm_up: Any, priority: int) -> None:
+        def __init__(self, launch: Any, warm_up: Any, priority: int, exact: bool) -> None:
             graphs.append(self)
             for _ in range(capture.WARM_UPS):
                 warm_up()
