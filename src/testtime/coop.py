@@ -293,16 +293,12 @@ def encode_images(
 
     An image that cannot be read goes to `on_skip` as one line; without it, the error is raised.
     """
-    from testtime.encoding.stream import stream
+    from testtime.encoding.stream import readable, stream
 
     features: list[Tensor] = []
     kept: list[int] = []
-    for entry in stream(encoder, paths, plan):
-        if entry.error is not None:
-            if on_skip is None:
-                raise entry.error
-            on_skip(str(entry.error))
-        elif entry.features is not None:
+    for entry in readable(stream(encoder, paths, plan), on_skip):
+        if entry.features is not None:
             features.append(entry.features)
             kept.append(entry.index)
         if progress:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from testtime.encoding.stream import Encoded, stream
+from testtime.encoding.stream import readable, stream
 from testtime.features import Features, save_features, write_index
 from testtime.types import Encoder, InputError, StoredImage, Task, ViewPlan
 
@@ -70,7 +70,7 @@ def encode(
         writing: Future[object] = writer.submit(lambda: None)
         kept: list[int] = []
         features: list[Tensor] = []
-        for entry in _readable(entries, on_skip):
+        for entry in readable(entries, on_skip):
             if entry.features is not None:
                 kept.append(entry.index)
                 features.append(entry.features.to(dtype))
@@ -91,16 +91,6 @@ def encode(
     if shard is not None:
         write_index(out, [place.name for place, count in zip(places, counts, strict=True) if count])
     return total
-
-
-def _readable(entries: Iterator[Encoded], on_skip: Callable[[str], None] | None) -> Iterator[Encoded]:
-    """The images as they come; those that cannot be used are told of, or raised."""
-    for entry in entries:
-        if entry.error is not None:
-            if on_skip is None:
-                raise entry.error
-            on_skip(str(entry.error))
-        yield entry
 
 
 def _name(paths: Sequence[StoredImage], part: range) -> str:

@@ -152,15 +152,13 @@ class Session:
         it has its place in the input: the views of those that follow do not depend on whether it could be read.
         """
         for entry in self._encoded(images):
-            if entry.features is None:
-                problem = entry.error or InputError(f"{entry.source}: not encoded.")
-                if on_error is None:
-                    raise problem
+            if entry.error is not None and on_error is not None:
                 self.position = entry.index + 1
-                on_error(entry.source, problem)
+                on_error(entry.source, entry.error)
                 continue
+            views = entry.usable()
             with held_back():  # whoever asked has the answer in hand before an interrupt is raised
-                yield entry.source, self._advance(entry.features)
+                yield entry.source, self._advance(views)
 
     def save(self, path: str | Path, extra: dict[str, str] | None = None) -> Path:
         """Write everything needed to go on bit for bit, atomically. `extra` metadata is kept as it is."""
@@ -231,15 +229,13 @@ class Session:
         """The answer of logits (1, C): fetched from the device at once, with all that goes with them."""
         with torch.inference_mode():
             parts = torch.cat([logits[0], self.task.zero_shot(views[0]), learned.to(logits)])
-        answer, frozen, learns = parts.cpu().clone().split([logits.shape[1], self.task.classes, 1])
+        answer, frozen, learns = parts.cpu().split([logits.shape[1], self.task.classes, 1])
         return Prediction.of(self.task, self.method, answer.clone(), frozen, bool(learns))
 
     def _features(self, image: Any) -> Tensor:
         """Unit views (V, D) of the next image."""
         (entry,) = self._encoded([image])
-        if entry.features is None:
-            raise entry.error or InputError("Not encoded.")
-        return entry.features
+        return entry.usable()
 
     def _encoded(self, images: Iterable[Any]) -> Iterator[Encoded]:
         from testtime.encoding.stream import stream  # Pillow is loaded only where there are images

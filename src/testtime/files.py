@@ -100,7 +100,9 @@ def open_tensors(path: str | Path, error: type[InputError] = InputError) -> Any:
         raise error(f"Cannot read {path}: {problem.strerror or problem}.") from None
 
 
-ALIGNMENT = 64  # bytes, of which the place where the numbers of a file begin is a multiple
+# Bytes, of which the place where numbers begin is a multiple, in files and in memory: from elsewhere on, libraries may
+# take another way through a product of matrices, and round otherwise.
+ALIGNMENT = 64
 
 FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -55,6 +55,12 @@ class Encoded:
     features: Tensor | None  # (V, D) unit rows
     error: InputError | None = None
 
+    def usable(self) -> Tensor:
+        """The features, or the error raised."""
+        if self.features is None:
+            raise self.error or RuntimeError(f"{self.source} was not encoded.")
+        return self.features
+
 
 def stream(
     encoder: Encoder | None,
@@ -90,6 +96,16 @@ def stream(
         yield from _Device(encoder, plan, like).run(numbered)
     else:
         yield from _by_threads(encoder, numbered, plan, like)
+
+
+def readable(entries: Iterable[Encoded], on_skip: Callable[[str], None] | None) -> Iterator[Encoded]:
+    """The images as they come; those that cannot be used go to `on_skip` as one line, or are raised without it."""
+    for entry in entries:
+        if entry.error is not None:
+            if on_skip is None:
+                raise entry.error
+            on_skip(str(entry.error))
+        yield entry
 
 
 def on_device(encoder: Encoder) -> TypeGuard[DeviceEncoder]:

@@ -28,11 +28,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from testtime.files import ALIGNMENT as ALIGNMENT
 from testtime.methods.base import leaves
 from testtime.steppers.forms import FORMS, Form, understood
 from testtime.types import Method, Task
-
-ALIGNMENT = 64  # bytes: from elsewhere on, libraries may take another way through a product, and round otherwise
 
 
 class Stepper(Protocol):

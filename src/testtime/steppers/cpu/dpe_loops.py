@@ -17,6 +17,7 @@ import numpy as np
 from numba import prange, types
 from numba.extending import overload
 
+from testtime.ops import NOTHING
 from testtime.steppers.cpu.gemm import across, product, product_of_transposed
 from testtime.steppers.cpu.loops import (
     Array,
@@ -80,7 +81,7 @@ class Room(NamedTuple):
 class Kept(NamedTuple):
     """What a look without learning changes and puts back, and where it puts what it computes anew."""
 
-    label: Array  # (1,), whose row follows; below 0 where none has changed
+    label: Array  # (1,), whose row follows
     keys: Array  # (M, D)
     cost: Array  # (M,)
     visual: Array  # (D,)
@@ -115,7 +116,6 @@ class Settings(NamedTuple):
 
 
 LOWEST = -1e30  # stands for minus infinity
-NOTHING = 1e-30  # a slope below it moves no prototype, and numbers with fewer digits slow loops down twentyfold
 
 # what can be done for some rows without the others
 SPIKES, NEAR, REPEL, AGAIN, BY_VISUAL, BY_TEXT = range(6)

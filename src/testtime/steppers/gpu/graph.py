@@ -87,7 +87,7 @@ class Stepper:
     def warm_up(self, views: int) -> None:
         self._ready(example(self.task, views))
         for count in (STEPS, 1):
-            self._launches.setdefault((count, False), self._launcher(count, False))
+            self._prepared(count, False)
 
     def snapshot(self) -> list[Any]:
         return list(self._pending or []) if self._body is None else self._body.snapshot()
@@ -136,12 +136,17 @@ class Stepper:
     def _launch(self, images: Tensor, looks: bool = False) -> Tensor:
         """The logits (n, S, A) of one launch, at the place where the next will overwrite them."""
         count = len(images)
-        if (count, looks) not in self._launches:
-            self._launches[count, looks] = self._launcher(count, looks)  # warms up, and so writes to the buffers
+        launch = self._prepared(count, looks)
         self._views[:count].copy_(images, non_blocking=True)
         with torch.no_grad():
-            self._launches[count, looks]()
+            launch()
         return self._logits[:count]
+
+    def _prepared(self, count: int, looks: bool) -> Callable[[], object]:
+        """The way to launch so many steps, made once; making it warms up, and so writes to the buffers."""
+        if (count, looks) not in self._launches:
+            self._launches[count, looks] = self._launcher(count, looks)
+        return self._launches[count, looks]
 
     def _launcher(self, count: int, looks: bool) -> Callable[[], object]:
         """A way to launch so many steps, which where they are `looks` leave the states as they were."""
