@@ -130,12 +130,12 @@ def machine(device: torch.device) -> dict[str, Any]:
     return facts | ({"cuda": torch.version.cuda} if device.type == "cuda" else {})
 
 
-def random_encoder(name: str, device: torch.device) -> Any:
-    """A CLIP with random weights, in half precision on a GPU."""
+def random_encoder(name: str, device: torch.device, dtype: torch.dtype | None = None) -> Any:
+    """A CLIP with random weights, if no more is said in half precision on a GPU."""
     from testtime.encoders import clip
     from testtime.encoders.tiny import tiny
 
-    dtype = torch.float16 if device.type == "cuda" else torch.float32
+    dtype = dtype or (torch.float16 if device.type == "cuda" else torch.float32)
     if name == "tiny":
         return tiny(device=device, dtype=dtype)
     import open_clip
@@ -205,6 +205,25 @@ def encoder(bench: Bench, name: str = "ViT-B-16", stage: str = "encoder") -> Non
         gap = float((features[:one] - plain.encode_images(normal)).abs().max())
         bench.note(stage, f"{name}, {count} views: largest difference of a feature", gap, "")
         bench.note(stage, f"{name}, {what}", bench.ms(partial(captured.encode, grey[:count])) * one / count)
+
+
+def float8(bench: Bench) -> None:
+    """The encoder's large products in 8 bits, which is off by default: what it gives, and what it costs."""
+    plain = random_encoder("tiny" if bench.quick else "ViT-B-16", bench.device, torch.bfloat16)
+    exact = random_encoder("tiny" if bench.quick else "ViT-B-16", bench.device, torch.float32)
+    looks, count = plain.preprocess, 4 * bench.views
+    views = [pillow_views(photograph(number), bench.views, looks, seed=0, index=number) for number in range(4)]
+    shift, gain = (torch.tensor(x)[:, None, None] for x in (looks.mean, looks.std))
+    grey = (255 * (torch.cat(views) * gain + shift)).round().to(bench.device)
+    truth = exact.encode_images(gpu_views.normalise(grey, looks, torch.float32))
+    bench.note("float8", "1 - cosine of two images' features, mean", float(1 - (truth @ truth.T).mean()), "")
+    for plain.float8, name in ((False, "bfloat16"), (True, "float8")):
+        captured = Compiled(plain, count)
+        features = captured.encode(grey)
+        bench.note(
+            "float8", f"{name}: largest 1 - cosine with float32", float((1 - (features * truth).sum(1)).max()), ""
+        )
+        bench.note("float8", name, bench.ms(partial(captured.encode, grey)) / 4)
 
 
 def views(bench: Bench) -> None:
@@ -344,7 +363,7 @@ def kernels(bench: Bench) -> None:
 
 
 STAGES: dict[str, Callable[[Bench], None]] = {
-    stage.__name__: stage for stage in (step, encoder, views, decode, whole, rn50, released, commands, kernels)
+    stage.__name__: stage for stage in (step, encoder, float8, views, decode, whole, rn50, released, commands, kernels)
 }
 
 

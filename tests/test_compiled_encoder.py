@@ -20,13 +20,13 @@ from torch.nn.functional import cosine_similarity
 import testtime as tt
 from testtime import capture as capturing
 from testtime import load_encoder
-from testtime.encoders.clip import OpenClip
+from testtime.encoders.clip import OpenClip, lower
 from testtime.encoders.tiny import TEXT, tiny
 from testtime.encoding import compiled, resnet, vit
 from testtime.encoding import stream as streams
 from testtime.encoding.compiled import Compiled, faithful
 from testtime.encoding.gpu_views import normalise
-from testtime.types import DeviceEncoder
+from testtime.types import DeviceEncoder, SettingError
 from testtime.views import Preprocess, views
 
 PLAIN = load_encoder("tiny")
@@ -304,6 +304,32 @@ def test_encoder_offers_our_tower_where_it_is_faithful(model: Any, kind: type, m
     call = kind.__call__
     monkeypatch.setattr(kind, "__call__", lambda self, pixels: call(self, pixels).roll(1, 1))
     assert encoder.image_tower() == encoder.model.encode_image
+
+
+def test_products_in_8_bits_are_near_and_asked_for() -> None:
+    encoder = encoder_of(lower(transformer(), "bf16"), dtype=torch.bfloat16)
+    pixels = torch.randn(5, 3, 32, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+    assert type(encoder.image_tower()) is vit.Tower
+    encoder.float8 = True
+    tower = encoder.image_tower()
+    assert isinstance(tower, vit.Float8)
+    with torch.no_grad():
+        ours, plain = tower(pixels).float(), encoder.model.encode_image(pixels).float()
+    alike = cosine_similarity(ours, plain)
+    assert 0.99 < float(alike.min()) and float(alike.max()) < 1 - 1e-6  # coarser, so it is not the plain one
+
+
+def test_rows_in_8_bits_reach_the_largest_number_and_come_back() -> None:
+    rows = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)) * torch.tensor([[1e-3], [1.0], [50.0], [0.0]])
+    values, scales = vit.rows8(rows)
+    assert values.dtype == torch.float8_e4m3fn and values.float().abs().amax(1).tolist() == [448.0, 448.0, 448.0, 0.0]
+    assert bool(((values.float() * scales - rows).abs() <= rows.abs() / 16 + scales / 512).all())
+
+
+def test_8_bits_are_refused_where_there_is_no_such_tower() -> None:
+    for name in ("tiny", "offline"):
+        with pytest.raises(SettingError, match=f"float8 is for .*, not for '{name}' on cpu"):
+            load_encoder(name, dtype=torch.float8_e4m3fn)
 
 
 def test_tower_that_differs_fails_or_is_not_there_leaves_the_plain_one() -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 import pytest
@@ -80,6 +83,31 @@ def test_a_stepper_goes_on_from_the_state_restored_and_not_from_its_own() -> Non
         stepper.restore(halfway)
         assert torch.equal(stepper.scan(stream[20:])[0], whole[20:]) and same(stepper.snapshot()[0], last)
     assert all(map(torch.equal, leaves(halfway), kept))
+
+
+def test_what_a_captured_look_reads_and_writes_lives_as_long_as_its_stepper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph knows addresses, and keeps no tensor: what it uses must be kept by somebody else."""
+    used = []
+
+    def captured(launch: Any, **options: Any) -> Any:
+        closure = dict(zip(launch.__code__.co_freevars, launch.__closure__, strict=True))
+        used.extend(weakref.ref(leaf) for leaf in leaves(closure["before"].cell_contents))
+        return SimpleNamespace(replay=lambda: None)
+
+    monkeypatch.setattr(graph, "capture", captured)
+    task, stream, _ = tt.toy(images=1)
+    stepper = opened(task, DPE(), graphs=True)
+    stepper.peek(stream[0])
+    gc.collect()
+    assert used and all(reference() is not None for reference in used)
+
+
+@pytest.mark.parametrize("images", [0, 1, 31, 32, 64, 70])
+def test_a_stream_is_cut_into_launches_of_two_sizes_and_no_empty_one(images: int) -> None:
+    task, stream, _ = tt.toy(images=max(images, 1))
+    parts = opened(task, DPE())._parts(stream[:images])
+    assert [len(part) for part in parts] == [graph.STEPS] * (images // graph.STEPS) + [1] * (images % graph.STEPS)
+    assert torch.equal(torch.cat([*parts, stream[:0]]), stream[:images])
 
 
 def test_what_is_returned_is_the_caller_s_own() -> None:

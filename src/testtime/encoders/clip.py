@@ -35,7 +35,7 @@ from testtime.encoders.hub import answers as _answers
 from testtime.encoders.inputs import check_pixels, check_texts
 from testtime.encoders.lean import open_clip, with_transformers
 from testtime.encoding import resnet, vit
-from testtime.encoding.compiled import faithful
+from testtime.encoding.compiled import COARSE, faithful
 from testtime.registry import unknown
 from testtime.types import Context, InputError, MissingPart, UnknownName
 from testtime.views import Preprocess
@@ -56,6 +56,8 @@ class OpenClip:
     >>> encoder.name, encoder.dim, encoder.preprocess.size
     ('tiny', 32, 32)
     """
+
+    float8 = False  # whether the image tower's large products are in 8 bits
 
     def __init__(
         self,
@@ -87,8 +89,10 @@ class OpenClip:
 
     def image_tower(self) -> Callable[[Tensor], Tensor]:
         """From normalised pixels to features, as a GPU likes it; see `types.DeviceEncoder`."""
-        ours = vit.from_open_clip(self.model.visual) or resnet.from_open_clip(self.model.visual)
-        return faithful(ours, self.model.encode_image, self)
+        visual = self.model.visual
+        if self.float8:
+            return faithful(vit.from_open_clip(visual, vit.Float8), self.model.encode_image, self, COARSE)
+        return faithful(vit.from_open_clip(visual) or resnet.from_open_clip(visual), self.model.encode_image, self)
 
     def soft_prompts(self, classnames: Sequence[str], words: str, chunk: int) -> Context:
         """Prompts whose first words are free; see `types.PromptEncoder`."""

@@ -32,7 +32,7 @@ from testtime import contexts
 from testtime.encoders.hub import answers
 from testtime.encoders.inputs import check_pixels, check_texts
 from testtime.encoding import vit
-from testtime.encoding.compiled import faithful
+from testtime.encoding.compiled import COARSE, faithful
 from testtime.types import Context, InputError, MissingPart
 from testtime.views import Preprocess
 
@@ -89,6 +89,8 @@ class DualEncoder:
     with it every method, gives the same with or without it; only SigLIP's own sigmoid needs it.
     """
 
+    float8 = False  # whether the image tower's large products are in 8 bits
+
     def __init__(
         self, name: str, model: Any, tokenizer: Any, preprocess: Preprocess, device: torch.device, dtype: torch.dtype
     ) -> None:
@@ -119,6 +121,8 @@ class DualEncoder:
 
     def image_tower(self) -> Callable[[Tensor], Tensor]:
         """From normalised pixels to features, as a GPU likes it; see `types.DeviceEncoder`."""
+        if self.float8:
+            return faithful(vit.from_transformers(self.model, vit.Float8), self._features, self, COARSE)
         return faithful(vit.from_transformers(self.model), self._features, self)
 
     def soft_prompts(self, classnames: Sequence[str], words: str, chunk: int) -> Context:

@@ -19,11 +19,12 @@ from testtime.capture import capture, reason, warn_once
 from testtime.types import DeviceEncoder
 
 ALIKE = 0.999  # cosine of features, in half precision, of two ways to compute them
+COARSE = 0.98  # and of products in 8 bits
 
 Tower = Callable[[Tensor], Tensor]  # from normalised pixels (B, 3, H, W) to features (B, D)
 
 
-def faithful(ours: Tower | None, plain: Tower, encoder: DeviceEncoder) -> Tower:
+def faithful(ours: Tower | None, plain: Tower, encoder: DeviceEncoder, least: float = ALIKE) -> Tower:
     """Our form of an encoder's tower if there is one and it gives what the `plain` tower gives, else that one."""
     if ours is None:
         return plain
@@ -34,7 +35,7 @@ def faithful(ours: Tower | None, plain: Tower, encoder: DeviceEncoder) -> Tower:
             alike = cosine_similarity(ours(noise).float(), plain(noise).float()).min()
         except (RuntimeError, TypeError):  # a library without the operation, or a model of another make
             return plain
-    return ours if alike > ALIKE else plain
+    return ours if alike > least else plain
 
 
 class Block(NamedTuple):

@@ -20,8 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-WIDE = 4096  # numbers to a program of the activation
-
 
 class Norm(NamedTuple):
     weight: Tensor
@@ -84,7 +82,7 @@ class Tower:
         *blocks, last = weights.blocks
         offsets = iter(self.offsets)
         for block in blocks:
-            y = F.linear(self._norm(x, next(offsets), block.norm1), block.qkv, block.qkv_bias)
+            y = self._qkv(x, next(offsets), block)
             q, k, v = y.view(count, tokens, 3, weights.heads, -1).permute(2, 0, 3, 1, 4)
             y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(-1, width)
             x.addmm_(y, block.out.T)
@@ -110,6 +108,9 @@ class Tower:
         torch.add(products.view(count, -1, len(self.patch)), weights.places[1:], out=tokens[:, 1:])
         return self._norm(tokens.flatten(0, 1), self.offsets[0], weights.before).view_as(tokens)
 
+    def _qkv(self, x: Tensor, offset: Tensor, block: Block) -> Tensor:
+        return F.linear(self._norm(x, offset, block.norm1), block.qkv, block.qkv_bias)
+
     def _mlp(self, x: Tensor, offset: Tensor, block: Block) -> Tensor:
         y = F.linear(self._norm(x, offset, block.norm2), block.up, block.up_bias)
         return x.addmm_(self._activate(y), block.down.T)
@@ -117,23 +118,72 @@ class Tower:
     def _norm(self, x: Tensor, offset: Tensor, norm: Norm) -> Tensor:
         if self.kernels is None:
             return F.layer_norm(x + offset, x.shape[1:], norm.weight, norm.bias, norm.eps)
-        out, width = torch.empty(x.shape, dtype=x.dtype, device=x.device), x.shape[1]
-        self.kernels.layer_norm[(len(x),)](
-            *(x, offset, norm.weight, norm.bias, out, x.stride(0), width, norm.eps),
-            WIDTH=1 << (width - 1).bit_length(),
-            num_warps=4,
-        )
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        self.kernels.normalise(x, offset, norm.weight, norm.bias, norm.eps, out)
         return out
 
     def _activate(self, x: Tensor) -> Tensor:
         if self.kernels is None:
             return x * torch.sigmoid(1.702 * x) if self.weights.quick else F.gelu(x)
-        count = x.numel()
-        self.kernels.activate[(-(-count // WIDE),)](x, count, QUICK=self.weights.quick, BLOCK=WIDE, num_warps=8)
+        self.kernels.activate(x, self.weights.quick, x)
         return x
 
 
-def from_open_clip(visual: Any) -> Tower | None:
+class Float8(Tower):
+    """The same of bfloat16 weights, the three large products of every block but the last of 8-bit numbers.
+
+    Each row of either factor has a scale of its own, by its largest number: nothing is learned from images.
+    """
+
+    def __init__(self, weights: Weights) -> None:
+        super().__init__(weights)
+        parts = ((block.qkv, block.up, block.down) for block in weights.blocks[:-1])
+        self.small = {id(block): tuple(map(rows8, part)) for block, part in zip(weights.blocks, parts, strict=False)}
+
+    def _qkv(self, x: Tensor, offset: Tensor, block: Block) -> Tensor:
+        return product(*self._norm8(x, offset, block.norm1), *self.small[id(block)][0], block.qkv_bias)
+
+    def _mlp(self, x: Tensor, offset: Tensor, block: Block) -> Tensor:
+        if id(block) not in self.small:
+            return super()._mlp(x, offset, block)
+        _, up, down = self.small[id(block)]
+        y = product(*self._norm8(x, offset, block.norm2), *up, block.up_bias)
+        return x.add_(product(*self._activate8(y), *down))
+
+    def _norm8(self, x: Tensor, offset: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+        if self.kernels is None:
+            return rows8(self._norm(x, offset, norm))
+        values, scales = space8(x)
+        self.kernels.normalise(x, offset, norm.weight, norm.bias, norm.eps, values, scales)
+        return values, scales
+
+    def _activate8(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if self.kernels is None:
+            return rows8(self._activate(x))
+        values, scales = space8(x)
+        self.kernels.activate(x, self.weights.quick, values, scales)
+        return values, scales
+
+
+def space8(x: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x, dtype=torch.float8_e4m3fn), x.new_empty(len(x), 1, dtype=torch.float32)
+
+
+def rows8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows (N, W) as 8-bit numbers, and the scales (N, 1) to multiply them with."""
+    scales = x.float().abs().amax(1, keepdim=True).clamp_min(1e-12) / torch.finfo(torch.float8_e4m3fn).max
+    return (x.float() / scales).to(torch.float8_e4m3fn), scales
+
+
+def product(x: Tensor, by_row: Tensor, y: Tensor, by_column: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x y.T + bias of 8-bit rows, in bfloat16: the only kind that scales by row come in."""
+    if x.is_cuda:
+        return torch._scaled_mm(x, y.T, by_row, by_column.T, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=True)
+    out = (x.float() * by_row) @ (y.float() * by_column).T
+    return (out if bias is None else out + bias.float()).bfloat16()
+
+
+def from_open_clip(visual: Any, kind: type[Tower] = Tower) -> Tower | None:
     """The tower of open_clip's vision transformer; None where it has parts that `Tower` does not know."""
     blocks = getattr(getattr(visual, "transformer", None), "resblocks", None)
     plain = (
@@ -174,7 +224,7 @@ def from_open_clip(visual: Any) -> Tower | None:
         blocks[0].attn.num_heads,
         type(blocks[0].mlp.gelu).__name__ == "QuickGELU",
     )
-    return Tower(weights)
+    return kind(weights)
 
 
 def _is_plain(block: Any) -> bool:
@@ -189,7 +239,7 @@ def _is_plain(block: Any) -> bool:
     )
 
 
-def from_transformers(model: Any) -> Tower | None:
+def from_transformers(model: Any, kind: type[Tower] = Tower) -> Tower | None:
     """The tower of CLIP's vision transformer in `transformers`; None where it is another kind of model."""
     vision = getattr(model, "vision_model", None)
     if type(model).__name__ != "CLIPModel" or vision is None:
@@ -228,7 +278,7 @@ def from_transformers(model: Any) -> Tower | None:
         model.config.vision_config.num_attention_heads,
         activation == "quick_gelu",
     )
-    return Tower(weights)
+    return kind(weights)
 
 
 def _norm(layer: Any) -> Norm:

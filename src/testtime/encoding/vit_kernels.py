@@ -7,11 +7,25 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
+
+LARGEST = tl.constexpr(448.0)  # of float8_e4m3fn
 
 
 @triton.jit
-def layer_norm(x, offset, weight, bias, out, stride, width, eps, WIDTH: tl.constexpr):
-    """LayerNorm of one row of x (N, width) plus an offset (width,), summed in float32; rows of x lie `stride` apart."""
+def _write(value, row, column, inside, width, out, scales, SMALL: tl.constexpr):
+    """One row; SMALL: divided by a scale of its own, so that its largest number is the largest of 8 bits."""
+    if SMALL:
+        scale = tl.maximum(tl.max(tl.abs(value), 0), 1e-12) / LARGEST
+        tl.store(scales + row, scale)
+        value = value / scale
+    tl.store(out + row * width + column, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _layer_norm(
+    x, offset, weight, bias, out, scales, stride, width, eps, WIDTH: tl.constexpr, SMALL: tl.constexpr
+):  # fmt: skip
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
     inside = column < width
     value = tl.load(x + row * stride + column, mask=inside, other=0.0).to(tl.float32)
@@ -21,17 +35,32 @@ def layer_norm(x, offset, weight, bias, out, stride, width, eps, WIDTH: tl.const
     scale = tl.rsqrt(tl.sum(apart * apart, 0) / width + eps)
     value = apart * scale * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     value += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * width + column, value.to(out.dtype.element_ty), mask=inside)
+    _write(value, row, column, inside, width, out, scales, SMALL)
 
 
 @triton.jit
-def activate(x, count, QUICK: tl.constexpr, BLOCK: tl.constexpr):
-    """GELU of every number of x, in place; QUICK: x sigmoid(1.702 x), as OpenAI trained."""
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < count
-    value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+def _activate(x, out, scales, width, QUICK: tl.constexpr, WIDTH: tl.constexpr, SMALL: tl.constexpr):
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+    inside = column < width
+    value = tl.load(x + row * width + column, mask=inside, other=0.0).to(tl.float32)
     if QUICK:
         value = value / (1 + tl.exp(-1.702 * value))
     else:
         value = 0.5 * value * (1 + tl.erf(value * 0.7071067811865476))
-    tl.store(x + place, value.to(x.dtype.element_ty), mask=inside)
+    _write(value, row, column, inside, width, out, scales, SMALL)
+
+
+def normalise(
+    x: Tensor, offset: Tensor, weight: Tensor, bias: Tensor, eps: float, out: Tensor, scales: Tensor | None = None
+) -> None:
+    """LayerNorm of the rows of x (N, W) plus an offset (W,), summed in float32; with `scales`, out in 8 bits."""
+    options = {"WIDTH": triton.next_power_of_2(x.shape[1]), "SMALL": scales is not None, "num_warps": 4}
+    _layer_norm[(len(x),)](
+        x, offset, weight, bias, out, out if scales is None else scales, x.stride(0), x.shape[1], eps, **options
+    )
+
+
+def activate(x: Tensor, quick: bool, out: Tensor, scales: Tensor | None = None) -> None:
+    """GELU of the rows of x (N, W); quick: x sigmoid(1.702 x), as OpenAI trained; with `scales`, out in 8 bits."""
+    options = {"QUICK": quick, "WIDTH": triton.next_power_of_2(x.shape[1]), "SMALL": scales is not None}
+    _activate[(len(x),)](x, out, out if scales is None else scales, x.shape[1], **options, num_warps=8)

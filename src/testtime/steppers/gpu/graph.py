@@ -65,6 +65,7 @@ class Stepper:
         self._body: Body | None = None
         self._views = self._logits = task.text[:0]  # (STEPS, V, D) and (STEPS, S, A), once V is known
         self._launches: dict[tuple[int, bool], Callable[[], object]] = {}
+        self._held: list[Any] = []  # what graphs use, and nothing else keeps
         self._stream = torch.cuda.Stream(task.text.device, priority=PRIORITY) if task.text.is_cuda else None
 
     def step(self, views: Tensor) -> tuple[Tensor, Tensor]:
@@ -125,13 +126,13 @@ class Stepper:
                 self._body = self._make(len(views))
                 self._logits = self._body.answer.new_zeros(STEPS, *self._body.answer.shape)
                 self._body.restore(states)
-            self._launches, self._pending = {}, None
+            self._launches, self._held, self._pending = {}, [], None
         return self._body
 
     def _parts(self, stream: Tensor) -> list[Tensor]:
         """The stream in pieces that are one launch each."""
-        whole = len(stream) // STEPS * STEPS
-        return [*stream[:whole].split(STEPS), *stream[whole:].split(1)] if whole else list(stream.split(1))
+        many = len(stream) // STEPS
+        return [*stream[: many * STEPS].unflatten(0, (many, STEPS)), *stream[many * STEPS :, None]]
 
     def _launch(self, images: Tensor, looks: bool = False) -> Tensor:
         """The logits (n, S, A) of one launch, at the place where the next will overwrite them."""
@@ -168,7 +169,9 @@ class Stepper:
             return steps
         try:
             with torch.inference_mode(False), torch.no_grad():
-                return capture(steps, warm_up=lambda: steps(1), priority=PRIORITY, exact=True).replay
+                graph = capture(steps, warm_up=lambda: steps(1), priority=PRIORITY, exact=True)
+            self._held.append(before)  # looks read and write it at each launch
+            return graph.replay
         except Exception as error:
             warn_once(f"Steps of '{self.name}' cannot be captured, and run one by one ({reason(error)}).")
             self._graphs = False
