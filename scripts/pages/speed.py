@@ -13,14 +13,14 @@ FILES = ("h200-commands.json", "h200-parts.json")  # a stage is told from the fi
 TITLES = {
     "commands": "What a user types: 64 views, 1000 classes, ViT-B/16; milliseconds per image after the first 50",
     "four cores": "The same commands kept to 4 of the machine's 16 cores",
-    "step": "One step of DPE, C = 1000, D = 512, 64 views, full queues",
+    "step": "One step, C = 1000, D = 512, 64 views, DPE with full queues",
     "encoder": "ViT-B/16 in half precision, 64 views of an image",
+    "float8": "ViT-B/16 with its large products in 8 bits, which is off unless asked for: 256 views, per image",
     "views": "Views of a photograph, 64 of them",
     "whole": "From an image to its prediction, ViT-B/16",
     "decode": "Reading a JPEG file",
     "rn50": "From an image to its prediction, RN50",
     "released": "The way of the released code, ViT-B/16, views made before",
-    "growth": "A captured step without own kernels, as one number grows (else C = 1000, D = 512, 64 views, queue 3)",
 }
 ORDER = [system.name for system in SYSTEMS]
 SKIPPED = ("seconds to prepare", "difference", "classes alike", "least cosine", "bytes of a file")
@@ -88,26 +88,16 @@ def gpu() -> str:
             told_before.add(stage)
             lines += [f"**{title}**", "", "| what | |", "|---|---:|"]
             lines += [
-                f"| {what} | {value:.2f}{_unit(what)} |"
+                f"| {what} | {value:.1e} |" if "1 - cosine" in what else f"| {what} | {value:.2f}{_unit(what)} |"
                 for what, value in values.items()
                 if isinstance(value, float) and not any(word in what for word in SKIPPED)
             ]
             lines.append("")
     told = json.loads((RESULTS / "sweep-h200.json").read_text())
-    lines += [_swept(told, f"one {told['device']}", ""), "", *_by_threads(), ""]
+    lines += [_swept(told, f"one {told['device']}", ""), ""]
     return "\n".join(lines)
 
 
 def _unit(what: str) -> str:
     """The unit of an entry, which its name tells."""
     return "×" if "over encoder" in what else " s" if "seconds" in what else " ms"
-
-
-def _by_threads() -> list[str]:
-    """The same sweep on the CPU beside that GPU, by threads."""
-    lines = ["| on the CPU beside it, threads | one pass | one by one | |", "|---|---:|---:|---|"]
-    told = [json.loads(path.read_text()) for path in RESULTS.glob("sweep-threads-*.json")]
-    for one in sorted(told, key=lambda one: one["threads"]):
-        alone = one["settings"] * one["one_run_seconds"]
-        lines.append(f"| {one['threads']} | {one['sweep_seconds']:.1f} s | {alone:.1f} s | {_compared(one)} |")
-    return lines
