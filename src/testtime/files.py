@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
 import secrets
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,56 @@ def check_folder(path: Path) -> None:
 def _aside(path: Path) -> Path:
     """A hidden name beside a file that nobody else has."""
     return path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+
+
+@contextmanager
+def locked(path: str | Path, wait: bool = False) -> Iterator[None]:
+    """Have a place that is written to for ourselves; who else has it is named, or with `wait` waited for.
+
+    The lock is a hidden file beside it, which the system lets go of when a process ends, however it ends.
+    """
+    path = Path(path)
+    beside = path.with_name(f".{path.name}.lock")
+    descriptor = _lock(path, beside, wait)
+    try:
+        os.truncate(descriptor, 0)
+        os.write(descriptor, f"process {os.getpid()} on {os.uname().nodename}".encode())
+        yield
+    finally:
+        beside.unlink(missing_ok=True)  # while it is ours: whoever opened it meanwhile looks again
+        os.close(descriptor)
+
+
+def _lock(path: Path, beside: Path, wait: bool) -> int:
+    while True:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise InputError(f"Cannot write {path}: {error.strerror or error}.") from None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            if os.fstat(descriptor).st_nlink:
+                return descriptor
+        except BlockingIOError:
+            holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
+            os.close(descriptor)
+            raise InputError(f"{path} is being written by {holder}; wait for it, or write elsewhere.") from None
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # its last holder has removed it
+
+
+def parse_json(text: str | bytes, what: object, error: type[InputError] = InputError, kind: type = object) -> Any:
+    """JSON from somewhere else, `what` for the message: of any depth and length it is a value or an `error`."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        raise error(f"{what} is damaged: it is not JSON.") from None
+    if not isinstance(value, kind):
+        raise error(f"{what} is damaged: it holds a {type(value).__name__}, where a {kind.__name__} should be.")
+    return value
 
 
 def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Path:
