@@ -6,6 +6,8 @@ import inspect
 import os
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
@@ -25,12 +27,27 @@ class Commands(TyperGroup):
     """The commands, with two endings that typer has its own way with: an interrupt, and a reader who has gone."""
 
     def invoke(self, ctx: Any) -> Any:
+        with told(lambda: STOPPED), unread():
+            return super().invoke(ctx)
+
+    def make_context(self, *arguments: Any, **options: Any) -> Any:
+        with unread():  # here help is printed
+            return super().make_context(*arguments, **options)
+
+
+@contextmanager
+def unread() -> Iterator[None]:
+    """End well where nobody reads on, as with `| head`."""
+    try:
         try:
-            with told(lambda: STOPPED):
-                return super().invoke(ctx)
-        except BrokenPipeError:  # as with `| head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            sys.exit(0)
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(0)
+    except SystemExit as stop:  # rich has noticed first
+        sys.exit(0 if isinstance(stop.__context__, BrokenPipeError) else stop.code)
 
 
 app = typer.Typer(

@@ -37,12 +37,17 @@ def write_atomic(path: str | Path, content: bytes | str) -> Path:
     finally:
         with suppress(OSError):  # the parent may be no folder, and the first error is the one to tell
             aside.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
+    sync_folder(path.parent)
+    return path
+
+
+def sync_folder(path: Path) -> None:
+    """See that names made or changed in a folder survive a power cut."""
+    folder = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(folder)  # the rename itself must survive a power cut
+        os.fsync(folder)
     finally:
         os.close(folder)
-    return path
 
 
 def check_place(path: Path | None) -> None:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import json
-from collections.abc import Callable, Generator, Sequence
+import os
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from testtime import files
 from testtime.engine import Session
-from testtime.types import InputError, Prediction, StoredImage
+from testtime.interrupts import held_back
+from testtime.terminal import ODD
+from testtime.types import InputError, Prediction, StateError, StoredImage
 
 if TYPE_CHECKING:
     from testtime.report.record import Record
@@ -27,8 +32,9 @@ COLUMNS = (
     "zero_shot_confidence",
     "learned",
 )
-BEGUN = "input"  # of a saved state's metadata: where the input of its run began
+JOURNAL = "run"  # of a saved state's metadata: what it has met, and which rows are its own
 AUTOSAVE = 200  # images between two saves of the state, so that a crash costs at most these
+FORMULAS = ("=", "+", "-", "@", "\t", "\r")  # a cell that begins so is one to a spreadsheet, which computes it
 
 
 def row(index: int, path: StoredImage, prediction: Prediction) -> dict[str, Any]:
@@ -81,64 +87,136 @@ class Tally:
 
 
 class Rows:
-    """Rows as CSV or JSON lines, each flushed as it is written, so that an interrupt loses none."""
+    """Rows as CSV or JSON lines, each flushed as it is written, so that an interrupt loses none.
 
-    def __init__(self, out: TextIO, style: str, header: bool = True) -> None:
+    `before` is what the file holds already; with it, no header is written.
+    """
+
+    def __init__(self, out: TextIO, style: str, before: bytes = b"") -> None:
         self.out, self.style = out, style
-        self._csv = csv.DictWriter(out, COLUMNS, lineterminator="\n")
-        if style == "csv" and header:
-            self._csv.writeheader()
-            out.flush()
+        self.size, self._digest = len(before), hashlib.sha256(before)
+        if style == "csv" and not before:
+            self._write(_csv_line(COLUMNS))
 
     def write(self, values: dict[str, Any]) -> None:
         """Write one row."""
         if self.style == "csv":
-            self._csv.writerow(values)
+            cells = values | {name: _harmless(name, values[name]) for name in ("image", "label", "zero_shot")}
+            self._write(_csv_line([cells[name] for name in COLUMNS]))
         else:
-            self.out.write(json.dumps(values, ensure_ascii=False) + "\n")
+            self._write(json.dumps(values, ensure_ascii=False) + "\n")
+
+    def synced(self) -> list[Any]:
+        """How many bytes there are and their digest, once they would survive a power cut."""
+        os.fsync(self.out.fileno())
+        files.sync_folder(Path(self.out.name).parent)
+        return [self.size, self._digest.hexdigest()]
+
+    def _write(self, text: str) -> None:
+        self.out.write(text)
         self.out.flush()
+        data = text.encode("utf-8", ODD)
+        self.size += len(data)
+        self._digest.update(data)
 
 
-def read_rows(path: Path, style: str) -> list[dict[str, Any]]:
-    """The rows of an earlier run; a last line that was cut off is dropped."""
-    text = path.read_text(encoding="utf-8")
-    if not text.endswith("\n"):
-        text = text[: text.rfind("\n") + 1]
+def _csv_line(values: Sequence[Any]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerow(values)
+    return text.getvalue()
+
+
+def _harmless(name: str, text: str) -> str:
+    """A cell that no spreadsheet takes for a formula; a path stays one."""
+    return ("./" if name == "image" else "'") + text if text.startswith(FORMULAS) else text
+
+
+# A run that goes on
+
+
+@dataclass
+class Journal:
+    """What a state says of its run: which images it has met, and which rows are its own.
+
+    A state is first saved when there are no rows yet, and each time after the rows that it knows of. So the rows of a
+    run that is killed reach at least as far as its state: those beyond are cut off, and their images come again.
+    """
+
+    save: Path | None
+    rows: Rows | None  # None where they go to a terminal
+    begun: int  # the index of the input's first image
+    position: int  # of the next image
+    met: Any  # the digest of the names so far
+
+    def meet(self, image: StoredImage) -> None:
+        """An image is done with: its row is written, or it could not be read."""
+        self.position += 1
+        self.met.update(_known(image))
+
+    def write(self, session: Session) -> None:
+        """Save the state, unless it is ahead of the rows: then the one before, with fewer rows, is right."""
+        if self.save and (self.rows is None or session.position == self.position):
+            place = self.rows.synced() if self.rows else None
+            told = {"begun": self.begun, "input": self.met.hexdigest(), "rows": place}
+            with held_back():
+                session.save(self.save, {JOURNAL: json.dumps(told)})
+
+
+def _known(image: StoredImage | str) -> bytes:
+    """An image's name, wherever it is asked for from."""
+    name = os.path.abspath(image) if isinstance(image, str | os.PathLike) else str(image)
+    return name.encode("utf-8", "surrogateescape") + b"\0"
+
+
+class Before(NamedTuple):
+    """What is there of an earlier run."""
+
+    rows: bytes  # its own
+    left: list[int]  # which of the images are still to come
+    begun: int  # the index of the input's first image
+    met: Any  # the digest of the names so far
+
+
+def earlier(state: Path, out: Path, style: str, paths: Sequence[StoredImage], position: int) -> Before:
+    """What a state and its rows say of a run over these images; rows beyond the state are cut off.
+
+    An input that begins as the earlier one did goes on after it. Of another, images that have a row are left out.
+    """
+    told = files.parse_json((files.open_tensors(state, StateError).metadata() or {}).get(JOURNAL, "{}"), state)
+    begun, met, place = (told.get(key) if isinstance(told, dict) else None for key in ("begun", "input", "rows"))
+    rows = out.read_bytes()
+    if not (isinstance(place, list) and place and isinstance(place[0], int) and place[0] >= 0):
+        raise InputError(f"{state} does not say which rows are its own, so {out} cannot be gone on with; give another.")
+    rows = rows[: place[0]]
+    if [len(rows), hashlib.sha256(rows).hexdigest()] != place:
+        raise InputError(f"{out} does not begin with the rows of the run that {state} is from; give another --out.")
+    if os.path.getsize(out) > len(rows):
+        os.truncate(out, len(rows))
+    done = position - begun if isinstance(begun, int) and 0 <= begun <= position else 0
+    digest = hashlib.sha256(b"".join(map(_known, paths[:done])))
+    if done <= len(paths) and digest.hexdigest() == met:
+        return Before(rows, list(range(done, len(paths))), position - done, digest)
+    named = Counter(_named(rows, style, out))
+    left = []
+    for place_of, path in enumerate(paths):
+        if named[name := _known(path)]:
+            named[name] -= 1
+        else:
+            left.append(place_of)
+    return Before(rows, left, position, hashlib.sha256())
+
+
+def _named(rows: bytes, style: str, out: Path) -> Iterator[bytes]:
+    """The images of rows, as `_known` writes them."""
+    text = rows.decode("utf-8", "replace")
     try:
         if style == "csv":
-            rows: list[dict[str, Any]] = list(csv.DictReader(io.StringIO(text)))
+            found = [str(values["image"]) for values in csv.DictReader(io.StringIO(text, newline=""))]
         else:
-            rows = [json.loads(line) for line in text.splitlines()]
-        return [values | {"index": int(values["index"])} for values in rows]
-    except (ValueError, KeyError, TypeError):
-        raise InputError(f"{path} is not the {style} output of an earlier run; give another --out.") from None
-
-
-def reopen(path: Path, style: str, position: int) -> list[dict[str, Any]]:
-    """Cut an earlier run's rows back to those before the session's position, and return them.
-
-    Rows from there on were written after the state was last saved: those images come again.
-    """
-    kept = [values for values in read_rows(path, style) if values["index"] < position]
-    text = io.StringIO()
-    rows = Rows(text, style)
-    for values in kept:
-        rows.write(values)
-    files.write_atomic(path, text.getvalue())
-    return kept
-
-
-def done_before(paths: Sequence[StoredImage], rows: Sequence[dict[str, Any]], state: Path, position: int) -> int | None:
-    """How many of the images an earlier run of the same input has met, readable or not; None for another input.
-
-    The saved state says which image that run began with, and at which index; rows tell too, of a state that does not.
-    """
-    begun = json.loads((files.open_tensors(state).metadata() or {}).get(BEGUN, "{}"))
-    places = {str(path): place for place, path in reversed(list(enumerate(paths)))}
-    if begun.get("image") == str(paths[0]):
-        return min(position - int(begun["index"]), len(paths))
-    met = [places[str(row["image"])] for row in rows if str(row["image"]) in places]
-    return max(met) + 1 if met else None
+            found = [str(files.parse_json(line, out)["image"]) for line in text.split("\n") if line]
+    except (csv.Error, KeyError, TypeError):
+        raise InputError(f"{out} is not the {style} output of an earlier run; give another --out.") from None
+    return map(_known, found)
 
 
 def run_images(
@@ -146,38 +224,41 @@ def run_images(
     paths: Sequence[StoredImage],
     labels: Sequence[int | None],
     tally: Tally,
+    journal: Journal,
     *,
+    rows: Any = None,
     strict: bool = False,
-    save: Path | None = None,
     record: Record | None = None,
     on_skip: Callable[[str], None] | None = None,
-    begun: tuple[int, StoredImage] | None = None,
-) -> Generator[tuple[int, StoredImage, Prediction], None, None]:
-    """Stream index, path and prediction of every image that can be read, in order.
+) -> Generator[Prediction, None, None]:
+    """Stream the prediction of every image that can be read, in order, each written as a row before it is given out.
 
-    With `save`, the state is written every `AUTOSAVE` images and whenever the stream ends, also by an interrupt.
-    `begun` is the index and the image that the input began with, where this run goes on with an earlier one's: the
-    state says it, so that the next one can. `record` takes down what a report of the run needs.
+    The state is written at the start, every `AUTOSAVE` images, and whenever the stream ends, also by an interrupt.
+    `record` takes down what a report of the run needs.
     """
-    index, image = begun or (session.position, paths[0] if paths else "")
-    begins = {BEGUN: json.dumps({"index": index, "image": str(image)})}
-
-    def skip(path: Any, error: InputError) -> None:
-        tally.skipped.append(str(error))
-        if on_skip:
-            on_skip(str(error))
-
+    journal.write(session)
     start = session.position
     try:
-        for path, prediction in session.run(paths, on_error=None if strict else skip):
-            index = session.position - 1
-            label = labels[index - start]
+        for entry in session._encoded(paths):
+            path = paths[entry.index - start]
+            if entry.error is not None and not strict:
+                tally.skipped.append(str(entry.error))
+                if on_skip:
+                    on_skip(str(entry.error))
+                session.position = entry.index + 1
+                journal.meet(path)
+                continue
+            views, label = entry.usable(), labels[entry.index - start]
+            with held_back():  # an image that was learned from has its row
+                prediction = session._advance(views)
+                if rows is not None:
+                    rows.write(row(entry.index, path, prediction))
+                journal.meet(path)
             tally.add(prediction, label)
             if record:
                 record.add(path, prediction, label)
-            yield index, path, prediction
-            if save and session.count % AUTOSAVE == 0:
-                session.save(save, begins)
+            yield prediction
+            if session.count % AUTOSAVE == 0:
+                journal.write(session)
     finally:
-        if save:
-            session.save(save, begins)
+        journal.write(session)

@@ -15,8 +15,34 @@ from rich.status import Status
 
 from testtime.errors import InputError
 
-out = Console()
-err = Console(stderr=True)
+ODD = "backslashreplace"  # what becomes of a file name that is not UTF-8, wherever it is written
+
+# what a terminal would obey, or show text in another order for: controls, and the marks of bidirectional writing
+_OBEYED = {
+    code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
+    for code in (*range(32), *range(127, 160), 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+    if chr(code) not in "\t\n"
+}
+
+
+def shown(text: str) -> str:
+    """Text from elsewhere as a terminal may show it: what it would obey is spelt out.
+
+    >>> shown("cat\\x1b[2J.jpg")
+    'cat\\\\x1b[2J.jpg'
+    """
+    return text.translate(_OBEYED).encode("utf-8", ODD).decode()
+
+
+class Terminal(Console):
+    """A console that shows text and never obeys it."""
+
+    def render_str(self, text: str, **options: Any) -> Any:
+        return super().render_str(shown(text), **options)
+
+
+out = Terminal()
+err = Terminal(stderr=True)
 
 
 class Watch:
@@ -52,7 +78,7 @@ def opened(path: Path | None, append: bool) -> Iterator[Any]:
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(path, "a" if append else "w", encoding="utf-8", newline="")
+        file = open(path, "a" if append else "w", encoding="utf-8", errors=ODD, newline="")
     except OSError as error:
         raise InputError(f"Cannot write {path}: {error.strerror or error}.") from None
     try:

@@ -1,0 +1,366 @@
+"""Rows and state of a run belong together, whatever happens to it: killed, cut off from power, out of disk, raced."""
+
+from __future__ import annotations
+
+import csv
+import errno
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from testtime import files, runs
+from testtime.encoders.tiny import tiny
+
+ENCODERS: dict[str, Any] = {}
+
+
+@pytest.fixture(autouse=True)
+def one_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same encoder for every command: to make it takes longer than to use it."""
+    encoder = ENCODERS.setdefault("tiny", tiny())
+    monkeypatch.setattr("testtime.encoders.tiny.tiny", lambda *given: encoder)
+
+
+def picture(path: Path, number: int) -> Path:
+    noise = np.random.default_rng(number)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(noise.integers(0, 256, (24, 30, 3), dtype=np.uint8)).save(path, "PNG")
+    return path
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """Six images, the third of which is none."""
+    for number in range(6):
+        picture(tmp_path / "photos" / f"{number}.png", number)
+    (tmp_path / "photos" / "2.png").write_text("no image")
+    return tmp_path / "photos"
+
+
+class Run:
+    """`testtime run` into two files."""
+
+    def __init__(self, cli: Callable[..., Any], folder: Path, style: str = "csv") -> None:
+        self.cli, self.rows, self.state = cli, folder / f"rows.{style}", folder / "state.safetensors"
+        folder.mkdir(exist_ok=True)
+
+    def __call__(self, images: object, *more: object, resume: bool = False, code: int = 0) -> Any:
+        common = ["--encoder", "tiny", "--classes", "cat,dog,fox", "--out", self.rows, "--save", self.state]
+        found = self.cli("run", images, *common, *(["--resume", self.state] if resume else []), *more)
+        assert found.code == code, found.err
+        return found
+
+    def bytes(self) -> tuple[bytes, bytes]:
+        return self.rows.read_bytes(), self.state.read_bytes()
+
+
+@pytest.fixture
+def run(cli: Callable[..., Any], tmp_path: Path) -> Callable[..., Run]:
+    return lambda name, style="csv": Run(cli, tmp_path / name, style)
+
+
+# Killed, and cut off from power
+
+
+class Disk:
+    """What would be left of a folder after every change to it: of a killed process, and of a machine without power.
+
+    A power cut leaves of a file what it held when it was last synced, under the names that its folder had when that was
+    last synced, or already under later ones.
+    """
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.folder = folder
+        self.left: dict[tuple[tuple[str, bytes], ...], None] = {}
+        self.synced: dict[int, bytes] = {}
+        self.held: list[int] = []  # so that no number of a file is given to another
+        self.names = self._now()
+        for owner, name in ((os, "fsync"), (os, "replace"), (os, "truncate"), (runs.Rows, "_write")):
+            patch.setattr(owner, name, self._watched(getattr(owner, name), name == "fsync"))
+
+    def _watched(self, call: Callable[..., Any], syncs: bool) -> Callable[..., Any]:
+        def watched(*arguments: Any) -> Any:
+            self._look()
+            found = call(*arguments)
+            if syncs:
+                self._sync(arguments[0])
+            self._look()
+            return found
+
+        return watched
+
+    def _sync(self, descriptor: int) -> None:
+        facts = os.fstat(descriptor)
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            self.names = self._now()
+            return
+        self.held.append(os.dup(descriptor))
+        self.synced[facts.st_ino] = Path(f"/proc/self/fd/{descriptor}").read_bytes()
+
+    def _now(self) -> dict[str, int]:
+        return {path.name: path.stat().st_ino for path in self.folder.iterdir() if not path.name.startswith(".")}
+
+    def _look(self) -> None:
+        now = self._now()
+        for found in (
+            {name: (self.folder / name).read_bytes() for name in now},
+            {name: self.synced.get(number, b"") for name, number in now.items()},
+            {name: self.synced.get(number, b"") for name, number in self.names.items()},
+        ):
+            self.left[tuple(sorted(found.items()))] = None
+
+    def close(self) -> None:
+        for descriptor in self.held:
+            os.close(descriptor)
+
+
+@pytest.mark.parametrize("resumed", [False, True], ids=["from the start", "gone on with"])
+def test_a_run_cut_off_after_any_write_goes_on_to_the_same_bytes(
+    run: Callable[..., Run], photos: Path, monkeypatch: pytest.MonkeyPatch, resumed: bool
+) -> None:
+    monkeypatch.setattr(runs, "AUTOSAVE", 2)
+    whole = run("whole")
+    whole(photos)
+    first = run("first")
+    if resumed:
+        first(photos, "--limit", 2)
+        with open(first.rows, "ab") as rows:
+            rows.write(b"2,half a row")
+    with monkeypatch.context() as patch:
+        disk = Disk(first.rows.parent, patch)
+        disk.synced = {path.stat().st_ino: path.read_bytes() for path in first.rows.parent.iterdir()}
+        first(photos, resume=resumed)
+    disk.close()
+    assert first.bytes() == whole.bytes()
+    assert len(disk.left) >= 10
+    states = 0
+    for number, left in enumerate(disk.left):
+        again = run(f"again {number}")
+        for name, data in left:
+            (again.rows.parent / name).write_bytes(data)
+        again(photos, resume=again.state.exists())  # without a state there is nothing to go on from
+        assert again.bytes() == whole.bytes(), [(name, len(data)) for name, data in left]
+        states += again.state.name in dict(left)
+    assert states >= 8
+
+
+def test_a_run_begun_anew_is_never_taken_for_the_one_before(
+    run: Callable[..., Run], photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Old rows and an old state lie in the way of a new run, which is cut off anywhere."""
+    monkeypatch.setattr(runs, "AUTOSAVE", 2)
+    whole, old = run("whole"), run("old")
+    whole(photos)
+    old(photos, "--method", "tda")
+    with monkeypatch.context() as patch:
+        disk = Disk(old.rows.parent, patch)
+        disk.synced = {path.stat().st_ino: path.read_bytes() for path in old.rows.parent.iterdir()}
+        old(photos)
+    disk.close()
+    outcomes = set()
+    for number, left in enumerate(disk.left):
+        again = run(f"again {number}")
+        for name, data in left:
+            (again.rows.parent / name).write_bytes(data)
+        try:
+            again(photos, resume=True)
+        except AssertionError:
+            before = dict(left)
+            assert again.rows.read_bytes() == before[again.rows.name]  # refused, and nothing changed
+            outcomes.add("refused")
+            continue
+        text = again.rows.read_text()
+        outcomes.add("whole" if again.bytes() == whole.bytes() else "old")
+        assert len(text.splitlines()) == 6  # a header and five images, once each
+    assert "whole" in outcomes and "refused" in outcomes
+
+
+# Rows and state go together
+
+
+def test_a_disk_that_is_full_at_a_row_leaves_a_state_that_goes_on(
+    run: Callable[..., Run], photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, full = run("whole"), run("full")
+    whole(photos)
+    written = runs.Rows._write
+
+    def fails(self: runs.Rows, text: str) -> None:
+        if text.startswith("3,"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written(self, text)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runs.Rows, "_write", fails)
+        assert "No space left" in full(photos, code=2).err
+    full(photos, resume=True)
+    assert full.bytes() == whole.bytes()
+
+
+def test_rows_that_are_not_the_state_s_are_refused_and_kept(run: Callable[..., Run], photos: Path) -> None:
+    one = run("one")
+    one(photos, "--limit", 2)
+    one.rows.write_text("index,image\n0,mine\n")
+    found = one(photos, resume=True, code=2)
+    assert f"{one.rows} does not begin with the rows of the run that {one.state} is from" in found.err
+    assert one.rows.read_text() == "index,image\n0,mine\n"
+
+
+def test_a_state_without_rows_of_its_own_does_not_touch_a_file(run: Callable[..., Run], photos: Path) -> None:
+    one = run("one")
+    assert one.cli("run", photos, "-e", "tiny", "--classes", "a,b", "--save", one.state).code == 0
+    one.rows.write_text("mine")
+    found = one.cli("run", photos, "-e", "tiny", "--classes", "a,b", "--resume", one.state, "--out", one.rows)
+    assert found.code == 2 and "does not say which rows are its own" in found.err and one.rows.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "told", ["{", "5", "[]", '{"rows": 3}', '{"rows": [-1, ""]}', "[" * 100_000, '{"rows": ["", 1]}']
+)
+def test_a_damaged_journal_is_an_error_that_says_so(run: Callable[..., Run], photos: Path, told: str) -> None:
+    one = run("one")
+    one(photos, "--limit", 2)
+    before = one.rows.read_bytes()
+    with safe_open(one.state, "pt") as file:
+        tensors, facts = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()
+    save_file(tensors, one.state, facts | {runs.JOURNAL: told})
+    one(photos, resume=True, code=2)
+    assert one.rows.read_bytes() == before
+
+
+# The input
+
+
+def test_a_path_listed_again_and_again_has_as_many_rows(run: Callable[..., Run], photos: Path, tmp_path: Path) -> None:
+    listed = tmp_path / "list.txt"
+    listed.write_text("\n".join(str(photos / f"{number}.png") for number in (0, 1, 0, 3, 0, 1, 4)))
+    whole, parts = run("whole"), run("parts")
+    whole(listed)
+    parts(listed, "--limit", 3)
+    parts(listed, resume=True)
+    assert parts.bytes() == whole.bytes() and len(whole.rows.read_text().splitlines()) == 8
+
+
+def test_the_same_folder_by_another_name_goes_on(
+    run: Callable[..., Run], photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(photos.parent)
+    one = run("one")
+    one("photos", "--limit", 4)
+    one(photos, resume=True)
+    assert [line.split(",")[0] for line in one.rows.read_text().splitlines()[1:]] == ["0", "1", "3", "4", "5"]
+
+
+@pytest.mark.parametrize("style", ["csv", "jsonl"])
+def test_of_a_folder_that_has_grown_in_the_middle_only_new_images_are_met(
+    run: Callable[..., Run], photos: Path, style: str
+) -> None:
+    one = run("one", style)
+    one(photos)
+    picture(photos / "1b.png", 7)
+    found = one(photos, resume=True)
+    rows = one.rows.read_text().splitlines()
+    assert len(rows) == (6 if style == "csv" else 5) + 1 and "1b.png" in rows[-1]
+    assert "1 image," in found.err and "skipped" in found.err  # what could not be read is tried again
+
+
+def test_the_same_path_with_two_labels_is_scored_by_each(run: Callable[..., Run], photos: Path, tmp_path: Path) -> None:
+    table, one = tmp_path / "table.csv", run("one")
+    table.write_text("path,label\nphotos/0.png,cat\nphotos/0.png,dog\nphotos/0.png,fox\n")
+    told = json.loads(one(table, "--json", "--method", "zeroshot").err.splitlines()[-1])
+    assert told["labelled"] == 3 and told["zero_shot_accuracy"] == pytest.approx(1 / 3)
+
+
+# One at a time
+
+
+def test_a_second_run_into_the_same_files_is_told_who_has_them(run: Callable[..., Run], photos: Path) -> None:
+    one = run("one")
+    one(photos)
+    before = one.bytes()
+    for place in (one.rows, one.state):
+        with files.locked(place):
+            assert f"{place} is being written by process {os.getpid()} on " in one(photos, code=2).err
+    assert one.bytes() == before
+    assert sorted(path.name for path in one.rows.parent.iterdir()) == [one.rows.name, one.state.name]
+
+
+def test_a_lock_outlives_nobody(tmp_path: Path) -> None:
+    code = f"import os\nfrom testtime.files import locked\nwith locked({str(tmp_path / 'a')!r}):\n    os._exit(9)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 9
+    assert (tmp_path / ".a.lock").exists()
+    with files.locked(tmp_path / "a"):
+        pass
+    assert not (tmp_path / ".a.lock").exists()
+
+
+# Names
+
+
+def names(rows: Path) -> Iterator[str]:
+    text = rows.read_text(encoding="utf-8")
+    if rows.suffix == ".csv":
+        return (row["image"] for row in csv.DictReader(io.StringIO(text, newline="")))
+    return (json.loads(line)["image"] for line in text.split("\n") if line)
+
+
+@pytest.mark.parametrize("style", ["csv", "jsonl"])
+def test_names_of_any_kind_are_rows_that_can_be_gone_on_with(
+    run: Callable[..., Run], tmp_path: Path, style: str
+) -> None:
+    folder, odd = tmp_path / "odd", ["a\u2028b", "c\nd", 'e"f,g', "h\x1b[2Ji", "j\udcffk", "l\x85m"]
+    for number, name in enumerate(odd):
+        picture(folder / f"{name}.png", number)
+    whole, parts = run("whole", style), run("parts", style)
+    whole(folder)
+    found = list(names(whole.rows))
+    assert len(found) == len(odd)
+    expected = [str(folder / f"{name}.png") for name in odd]
+    if style == "csv":
+        expected = [text.encode("utf-8", "backslashreplace").decode() for text in expected]
+    assert sorted(found) == sorted(expected)
+    for stop in range(1, len(odd)):
+        parts(folder, "--limit", stop, resume=stop > 1)
+    parts(folder, resume=True)
+    assert parts.bytes() == whole.bytes()
+
+
+def test_no_cell_is_a_formula_and_a_path_stays_one(
+    run: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = picture(tmp_path / '=HYPERLINK("http:' / "x.png", 0).relative_to(tmp_path)
+    one = run("one")
+    one(file, "--classes", "=1+1,@SUM(A1)")
+    (row,) = csv.DictReader(io.StringIO(one.rows.read_text(), newline=""))
+    assert row["label"] in ("'=1+1", "'@SUM(A1)") and row["zero_shot"].startswith("'")
+    assert row["image"] == f"./{file}" and Path(row["image"]).is_file()
+
+
+def test_what_a_terminal_would_obey_is_spelt_out(cli: Callable[..., Any], tmp_path: Path) -> None:
+    folder = tmp_path / "photos"
+    picture(folder / "good.png", 0)
+    (folder / "bad\x1b]0;mine\x07.png").write_text("no image")
+    found = cli("run", folder, "-e", "tiny", "--classes", "a,b")
+    assert found.code == 0 and "\x1b" not in found.err and "\x07" not in found.err
+    assert "bad\\x1b]0;mine\\x07.png" in found.err
+
+
+def test_help_into_a_pipe_that_closes_is_no_failure() -> None:
+    testtime = shutil.which("testtime", path=str(Path(sys.executable).parent))
+    for words in ("--help", "run --help", "list methods"):
+        shell = f"set -o pipefail; {testtime} {words} | head -1"
+        done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=False)
+        assert done.returncode == 0 and not done.stderr, words
