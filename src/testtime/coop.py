@@ -30,6 +30,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from testtime import files
+from testtime.encoders.torchscript import DAMAGED, check_names
 from testtime.features import unit_views
 from testtime.methods.base import kinds, require
 from testtime.types import Context, Encoder, FeatureError, InputError, MissingPart, StoredImage, Task, ViewPlan
@@ -370,8 +371,9 @@ def _read_ours(path: Path) -> Prompt:
     if facts.get("version") != VERSION:
         raise InputError(f"{path} has format version {facts.get('version')}, this program reads {VERSION}.")
     try:
-        names = tuple(map(str, json.loads(facts["classnames"])))
-        return Prompt(tokens, names, facts["encoder"], dict(json.loads(facts["settings"])), int(facts["epoch"]))
+        names = tuple(map(str, files.parse_json(facts["classnames"], path, kind=list)))
+        settings = files.parse_json(facts["settings"], path, kind=dict)
+        return Prompt(tokens, names, facts["encoder"], settings, int(facts["epoch"]))
     except (KeyError, TypeError, ValueError) as problem:
         raise InputError(f"{path} is damaged: its metadata cannot be read ({problem}). Train it again.") from None
 
@@ -427,6 +429,7 @@ def _read_torch(path: Path) -> Mapping[str, Any]:
     """The named tensors of a torch file. Nothing but tensors and plain containers is made from it."""
     damaged = f"'{path}' is no prompt; a prompt is {LAYOUT}."
     try:
+        check_names(path)
         named = torch.serialization.get_unsafe_globals_in_checkpoint(path) if zipfile.is_zipfile(path) else []
         inert: list[Any] = [(_Nothing, name) for name in named if name.startswith(BYSTANDERS)]
         inert += [dict, (_plain_dict, "collections.defaultdict")]  # what an optimiser keeps its state in
@@ -434,7 +437,7 @@ def _read_torch(path: Path) -> Mapping[str, Any]:
             found = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         raise InputError(f"{damaged} It may hold more than tensors; code in a file is never run.") from None
-    except (RuntimeError, EOFError, OSError, ValueError, LookupError, AttributeError, TypeError):
+    except (OSError, *DAMAGED):
         raise InputError(damaged) from None
     if isinstance(found, Mapping) and isinstance(found.get("state_dict"), Mapping):
         found = found["state_dict"]

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from pathlib import Path
 
 import torch
 from torch.nn.functional import normalize
 
+from testtime.files import parse_json
 from testtime.registry import unknown
+from testtime.regular import read_bytes
 from testtime.types import Context, Encoder, InputError, Task
 
 TEMPLATES: dict[str, tuple[str, ...]] = {
@@ -106,15 +106,13 @@ def find_templates(templates: str | Sequence[str]) -> tuple[str, ...]:
     for template in templates:
         if "{}" not in template:
             raise InputError(f"Template {template!r} has no {{}} for the class, as 'a photo of a {{}}.' has.")
+    _check_text(templates, "Template")
     return tuple(templates)
 
 
 def read_descriptions(path: str | os.PathLike[str]) -> dict[str, list[str]]:
     """Sentences by class name from a JSON file in the CuPL format: {"class name": ["sentence", ...], ...}."""
-    try:
-        found = json.loads(_read(path, "descriptions"))
-    except ValueError as problem:
-        raise InputError(f"Descriptions '{path}' are not JSON: {problem}") from None
+    found = parse_json(_read(path, "descriptions"), f"The file of descriptions '{path}'")
     if not isinstance(found, dict):
         raise InputError(f"Descriptions '{path}' must map names to sentences; got a {type(found).__name__}.")
     return found
@@ -140,7 +138,7 @@ def read_classes_file(path: str | os.PathLike[str]) -> list[str]:
 
 def read_classes(text_or_path: str | os.PathLike[str]) -> list[str]:
     """Class names from a file, if there is one of that name, else from "a, b, c"."""
-    if isinstance(text_or_path, os.PathLike) or Path(text_or_path).is_file():
+    if isinstance(text_or_path, os.PathLike) or os.path.isfile(text_or_path):
         return read_classes_file(text_or_path)
     if "," not in text_or_path:
         raise InputError(f"'{text_or_path}' is neither a file nor a list of class names such as cat,dog,fox.")
@@ -149,7 +147,7 @@ def read_classes(text_or_path: str | os.PathLike[str]) -> list[str]:
 
 def _read(path: str | os.PathLike[str], what: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8-sig")  # some editors put a mark before the first line
+        return read_bytes(path, piped=True).decode("utf-8-sig")  # some editors put a mark before the first line
     except UnicodeDecodeError:
         raise InputError(f"'{path}' is not UTF-8 text.") from None
     except OSError as problem:
@@ -164,6 +162,7 @@ def check_classes(classnames: Sequence[str], allow_duplicates: bool = False) -> 
     if wrong:
         raise InputError(f"Class names must be text; got {wrong[0]!r}.")
     names = tuple(" ".join(name.replace("_", " ").split()) for name in classnames)
+    _check_text(names, "Class name")
     if empty := [i for i, name in enumerate(names) if not name]:
         raise InputError(f"Class name {empty[0] + 1} of {len(names)} is empty.")
     if len(names) < 2:
@@ -177,6 +176,15 @@ def check_classes(classnames: Sequence[str], allow_duplicates: bool = False) -> 
     return names
 
 
+def _check_text(texts: Sequence[str], what: str) -> None:
+    """Refuse what no encoder can read: halves of characters, as bytes that are not UTF-8 come through."""
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise InputError(f"{what} {ascii(text)} is not UTF-8 text; write it anew.") from None
+
+
 def _described(descriptions: Descriptions | str | os.PathLike[str]) -> dict[str, Sequence[str]]:
     """Sentences by class name as we compare names, checked."""
     found = descriptions if isinstance(descriptions, Mapping) else read_descriptions(descriptions)
@@ -185,6 +193,7 @@ def _described(descriptions: Descriptions | str | os.PathLike[str]) -> dict[str,
             raise InputError(f"Descriptions of {name!r} must be a list; got a {type(sentences).__name__}.")
         if not sentences or not all(isinstance(text, str) and text.strip() for text in sentences):
             raise InputError(f"Descriptions of {name!r} must be sentences; got {list(sentences)[:3]}.")
+        _check_text(sentences, "Description")
     return {_key(name): sentences for name, sentences in found.items()}
 
 

@@ -12,7 +12,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
-from testtime.errors import SettingError, UnknownName
+from testtime.errors import MissingPart, SettingError, UnknownName
 
 if TYPE_CHECKING:
     from testtime.types import Method
@@ -60,7 +60,14 @@ def method_class(name: str) -> type[Any]:
         return load(METHODS[name])
     for point in entry_points(group="testtime.methods"):
         if point.name == name:
-            return point.load()
+            try:
+                return point.load()
+            except (Exception, SystemExit) as problem:  # another package's code, which may do anything
+                reason = " ".join(f"{type(problem).__name__}: {problem}".split())[:200]
+                raise MissingPart(
+                    f"Method '{name}' is a plug-in that cannot be imported, {point.value} ({reason}). "
+                    "Mend or uninstall its package."
+                ) from problem
     raise unknown("method", name, method_names())
 
 

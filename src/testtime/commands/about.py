@@ -12,7 +12,8 @@ from rich.table import Table
 
 from testtime import __version__
 from testtime.commands.options import flag
-from testtime.terminal import err, out
+from testtime.errors import MissingPart
+from testtime.terminal import err, note, out
 
 app = typer.Typer()
 
@@ -25,7 +26,7 @@ def list_(
     from testtime import registry
 
     tables: dict[str, Callable[[], list[tuple[str, str]]]] = {
-        "methods": lambda: [(name, registry.method_class(name).summary) for name in registry.method_names()],
+        "methods": _methods,
         "encoders": _encoders,
         "datasets": _datasets,
     }
@@ -78,6 +79,18 @@ def _torch_version() -> str:
     if spec is None or spec.origin is None:
         return "not installed"
     return run_path(str(Path(spec.origin).with_name("version.py")))["__version__"]
+
+
+def _methods() -> list[tuple[str, str]]:
+    from testtime import registry
+
+    rows = []
+    for name in registry.method_names():
+        try:
+            rows.append((name, str(getattr(registry.method_class(name), "summary", ""))))
+        except MissingPart as problem:
+            note(f"note: {problem}")
+    return rows
 
 
 def _encoders() -> list[tuple[str, str]]:

@@ -21,6 +21,7 @@ from testtime.terminal import note, out, percent
 
 app = typer.Typer()
 WIDE = 240  # characters of a line in a pipe
+TABLES = ("json", "md", "html")
 
 Seeds = Annotated[str | None, typer.Option("--seeds", help="Seeds with commas between; else the protocol's.")]
 Track = Annotated[str, typer.Option("--track", help="Settings: one-setting for all datasets, or per-dataset.")]
@@ -89,6 +90,7 @@ def eval_(
     from testtime.files import check_folder
 
     datasets = [find_dataset(what, root) for what in data]
+    _check_out(output, "results", data, encoder, descriptions, learned)
     for line in (line for dataset in datasets for line in dataset.notes):
         note(f"note: {line}")
     check_folder(output)
@@ -203,6 +205,7 @@ def _experiment(
         _dry_run(experiment, data, encoder, common, as_json)
         return
     columns = find_columns(experiment, data)
+    _check_out(output, name, [str(data or "")], encoder or "", common[7], common[8])
     if missing := [reason for reason in columns.values() if isinstance(reason, str)]:
         if len(missing) == len(columns):
             raise InputError(f"None of the {len(columns)} datasets of '{name}' is here. {missing[0]}")
@@ -249,6 +252,7 @@ def _queues(
         raise InputError("tsne runs on a dataset of yours: give its folder, as in bench tsne FOLDER.")
     moments = None if after is None else _numbers(after, "--after")
     dataset = find_dataset(str(data))
+    _check_out(output, "tsne", [str(data)], encoder, common[7], common[8])
     check_folder(output)
     result = run_queues(_plan(encoder, *common), dataset, moments)
     write_results(output, "tsne", result, queues_markdown(result))
@@ -282,6 +286,7 @@ def _systems(
     _check_counts(limit, views)
     chosen = systems.named(names)
     dataset = find_dataset(str(data))
+    _check_out(output, "systems", [str(data)], encoder or "", None, learned)
     for line in dataset.notes:
         note(f"note: {line}")
     seed = _numbers(seeds, "--seeds")[0] if seeds else 1
@@ -371,6 +376,17 @@ def _plans(experiment: Any, encoder: str | None, common: tuple[Any, ...]) -> dic
                 raise
             plans[name] = str(reason)
     return plans
+
+
+def _check_out(
+    output: Path, name: str, data: Sequence[str], encoder: str, descriptions: Path | None, learned: Path | None
+) -> None:
+    """Refuse a folder whose tables would be written over what is read."""
+    from testtime.outputs import distinct, read_files
+
+    outputs = {"--out": output} | {f"{name}.{kind} in --out": output / f"{name}.{kind}" for kind in TABLES}
+    for what in data:
+        distinct(outputs, read_files(what, [], encoder, None, descriptions, str(learned) if learned else None))
 
 
 def _check_counts(limit: int | None, views: int | None) -> None:

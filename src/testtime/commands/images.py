@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shlex
 import sys
@@ -92,8 +93,9 @@ def run(
     """
     from testtime.devices import find_device
     from testtime.engine import Session
-    from testtime.files import check_place
-    from testtime.runs import Rows, Tally, done_before, reopen, row, run_images
+    from testtime.files import check_place, locked
+    from testtime.outputs import distinct, read_files
+    from testtime.runs import Journal, Rows, Tally, earlier, run_images
 
     style = _style(style, output)
     data, names, labels = source_of(images, root, classes, classes_file)
@@ -102,8 +104,16 @@ def run(
     order = ordered(len(data), shuffle, seed, limit)
     paths, labels = [data.paths[i] for i in order], [labels[i] for i in order]
     source, count = variations_of(variations, views, paths, find_device(device))
+    distinct(
+        {"--out": output, "--save": save, "--report": report},
+        read_files(images, data.paths, encoder, classes_file, descriptions, prompts),
+    )
+    distinct({"--out": output, "--report": report}, {"--resume": resume})  # which --save may be, and often is
     for place in (save, report):
         check_place(place)
+    for place in (output, save):
+        if place is not None and (place.is_file() or not place.exists()):  # not a pipe or a device
+            context.with_resource(locked(place))
     loaded = encoder_of(encoder, device)
     task = task_of(loaded, names, template, descriptions, prompts, getattr(chosen, "needs_tower", False))
     if resume is None:
@@ -119,41 +129,39 @@ def run(
         note(f"Going on after {counted(session.count, 'image')} from {resume} with its own settings: {own}.")
         if unheard := _unheard(context, session, chosen, count, shuffle):
             note(f"note: {', '.join(unheard)} given here cannot change that; start without --resume to use it.")
-    appending, begun = resume is not None and output is not None and output.exists(), None
-    if resume is not None and output is not None and appending:
-        rows_before = reopen(output, style, session.position)
-        done = done_before(paths, rows_before, resume, session.position)
-        if done is not None:
-            begun = session.position - done, paths[0]
-            paths, labels = paths[done:], labels[done:]
+    earliest = None
+    if resume is not None and output is not None and output.exists():
+        earliest = earlier(resume, output, style, paths, session.position)
+        paths, labels = [paths[i] for i in earliest.left], [labels[i] for i in earliest.left]
         if not paths:
             note(f"All {counted(len(order), 'image')} are in {output} already; nothing is left to do.")
             return
-    tally = Tally()
-    record = None
+    tally, record = Tally(), None
     if report is not None:
         from testtime.report.record import Record
 
         record = Record(session, len(paths))
     watching = output is None and sys.stdout.isatty()
-    with opened(output, appending) as file:
-        rows = Rows(file, style, header=not appending) if not watching else Watch(task.classnames)
+    begun, met = (earliest.begun, earliest.met) if earliest else (session.position, hashlib.sha256())
+    with opened(output, earliest is not None) as file:
+        rows = Watch(task.classnames) if watching else Rows(file, style, earliest.rows if earliest else b"")
+        kept = rows if isinstance(rows, Rows) and output is not None and output.is_file() else None
+        journal = Journal(save, kept, begun, session.position, met)
         with progress("images", len(paths), quiet=output is None) as advance:
             stream = run_images(
                 session,
                 paths,
                 labels,
                 tally,
+                journal,
+                rows=rows,
                 strict=strict,
-                save=save,
                 record=record,
-                begun=begun,
                 on_skip=lambda line: err.print(f"[yellow]skipped[/] {escape(line)}", soft_wrap=True),
             )
             stopped = False
             try:
-                for index, path, prediction in stream:
-                    rows.write(row(index, path, prediction))
+                for _ in stream:
                     advance(tally.images + len(tally.skipped))
             except KeyboardInterrupt:
                 stopped = True
@@ -172,6 +180,7 @@ def run(
 
 @app.command(epilog="Example:  testtime encode photos/ --classes cat,dog,fox --views 64 --out photos.safetensors")
 def encode(
+    context: typer.Context,
     images: Images,
     output: Annotated[Path, typer.Option("--out", "-o", help="Feature file, or with --shard a folder.")],
     root: Root = None,
@@ -198,12 +207,14 @@ def encode(
     from testtime import encode as encoding
     from testtime import registry
     from testtime.devices import find_device
-    from testtime.files import check_folder, check_place
+    from testtime.files import check_folder, check_place, locked
+    from testtime.outputs import distinct, read_files
     from testtime.types import ViewPlan
 
     data, names, labels = source_of(images, root, classes, classes_file)
     order = ordered(len(data), False, seed, limit)
     paths = [data.paths[i] for i in order]
+    distinct({"--out": output}, read_files(images, data.paths, encoder, classes_file, descriptions, prompts))
     if dtype not in encoding.DTYPES:
         raise registry.unknown("dtype", dtype, encoding.DTYPES)
     if shard is not None and shard < 1:
@@ -211,6 +222,7 @@ def encode(
     source, count = variations_of(variations, views, paths, find_device(device))
     plan = ViewPlan(count, augmix, seed, source)
     check_place(output) if shard is None else check_folder(output)
+    context.with_resource(locked(output))
     loaded = encoder_of(encoder, device)
     task = task_of(loaded, names, template, descriptions, prompts)
     skipped: list[str] = []
@@ -230,7 +242,7 @@ def encode(
         done = encoding.encode(
             loaded, task, paths, output, plan,
             labels=[labels[i] for i in order], dtype=encoding.DTYPES[dtype], shard=shard, resume=True, dataset=images,
-            on_skip=None if strict else skip, progress=advance,
+            on_skip=None if strict else skip, progress=advance, report=note,
         )  # fmt: skip
     note(f"{counted(done, 'image')} x {counted(plan.total, 'view')} in {output}, {len(skipped)} skipped.")
 

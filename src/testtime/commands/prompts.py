@@ -35,6 +35,7 @@ app = typer.Typer()
     epilog="Example:  testtime train-prompts train/ --classes cat,dog,fox --shots 16 --out pets.safetensors",
 )
 def train_prompts(
+    context: typer.Context,
     output: Annotated[Path, typer.Option("--out", "-o", help="The prompt; written after every epoch.")],
     images: Annotated[
         str | None,
@@ -72,7 +73,7 @@ def train_prompts(
     from dataclasses import replace
 
     from testtime import build_task, coop, registry
-    from testtime.files import check_place
+    from testtime.files import check_place, locked
     from testtime.types import ViewPlan
 
     given = {"shots": shots, "epochs": epochs, "seed": seed} | pairs(settings)
@@ -84,6 +85,7 @@ def train_prompts(
     paths, labels, names = _training_images(images, split, root, classes, classes_file)
     places, truth = coop.pick_images(labels, names, chosen)
     check_place(output)
+    context.with_resource(locked(output))
     loaded = encoder_of(encoder, device)
     words = coop.blank_words(chosen.n_ctx) if chosen.init == "random" else chosen.init
     task = build_task(loaded, names, context=words)

@@ -73,6 +73,7 @@ def replay(
     from testtime.devices import find_device
     from testtime.features import Features
     from testtime.files import check_place, write_tensors
+    from testtime.outputs import distinct
 
     if oracle and report is not None:
         raise InputError("--report shows what methods do without labels, and --oracle has them: leave out one.")
@@ -81,6 +82,7 @@ def replay(
     check_place(output)
     check_place(report)
     store = Features(file)
+    distinct({"--out": output, "--report": report}, {"FEATURES": [file, *store.files, file / "index.json"]})
     chosen = replays.recorded_settings(store, method) if recorded else {}
     made = method_of(method, preset, settings, chosen)
     with progress("images", min(len(store), limit or len(store)), quiet=as_json) as advance:
@@ -147,4 +149,5 @@ def _write_report(file: Path, store: Features, result: Replay, order: str) -> No
         Views=f"{store.views}, seed {store.metadata.get('seed', 'not said')}",
         Labels="only score" if store.labels is not None else "none",
     )
-    write_atomic(file, html([made], facts, "testtime replay"))
+    page = html([made], facts, "testtime replay")
+    write_atomic(file, page.encode(errors="backslashreplace"))  # a file's name may be no UTF-8

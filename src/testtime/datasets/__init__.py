@@ -59,6 +59,8 @@ def open_dataset(what: str | Path, *, root: str | Path | None = None, part: str 
         return _open_folder(path, part)
     if path.is_file():
         return _open_file(path, part)
+    if os.path.exists(text):
+        raise InputError(f"{text} is neither a file nor a folder, but a pipe, a socket or a device.")
     if text.endswith(".tar") and ("{" in text or glob.has_magic(text)):
         return shards.read_shards(shards.find_shards(text), path.stem)
     if glob.has_magic(text):

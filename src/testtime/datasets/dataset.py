@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import posixpath
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from testtime.images import IMAGE_SUFFIXES, class_numbers, folded_name, labels_from_folders
+from testtime.regular import read_bytes
 from testtime.types import InputError, StoredImage
 
 CLASSNAMES = "classnames.txt"  # honoured beside images whose labels are numbers
 NAMELESS = "classes are numbers without names"
+MOST_CLASSES = 100_000  # that numbers without names may count; what is larger is an id, and would be as many names
 
 
 @dataclass(frozen=True)
@@ -25,8 +28,17 @@ class Dataset:
     classnames: Sequence[str]
     notes: tuple[str, ...] = ()  # what a reader of results should know: images missing, names made up
 
+    def __post_init__(self) -> None:
+        # names are printed, encoded and stored, also those of folders that are not UTF-8
+        object.__setattr__(self, "name", _printable(self.name))
+        object.__setattr__(self, "classnames", [_printable(name) for name in self.classnames])
+
     def __len__(self) -> int:
         return len(self.paths)
+
+
+def _printable(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def spaced(name: str) -> str:
@@ -51,9 +63,17 @@ def listed_images(folder: Path) -> list[str]:
 def subfolders(folder: Path) -> list[str]:
     """Names of the folders in a folder, sorted, without hidden ones."""
     try:
-        return sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
+        entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
     except OSError as problem:
         raise InputError(f"Cannot list {folder}: {problem.strerror or problem}.") from None
+    return sorted(entry.name for entry in entries if _is_folder(entry))
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself
+        return False
 
 
 def present(folder: Path, names: Sequence[str]) -> list[bool]:
@@ -65,36 +85,66 @@ def present(folder: Path, names: Sequence[str]) -> list[bool]:
         if parent not in listing:
             try:
                 listing[parent] = set(os.listdir(folder / parent))
-            except OSError:
+            except (OSError, ValueError):  # no file can be called so: a NUL, half a character
                 listing[parent] = set()
         found.append(base in listing[parent])
     return found
 
 
-def number_labels(values: Sequence[str | int | None], beside: Path) -> tuple[list[int] | None, list[str], list[str]]:
+def number_labels(
+    values: Sequence[object], beside: Path, where: str, given: Sequence[str] = ()
+) -> tuple[list[int] | None, list[str], list[str]]:
     """Labels, class names and notes for labels as they were written: names, or numbers from 0.
 
-    Numbers are named by `classnames.txt` in the folder `beside`, if there is one. Where an image lacks its label,
-    there are no labels at all: part of a stream cannot be scored.
+    Numbers are named by `given`, or else by `classnames.txt` in the folder `beside`, if there is one. Where an image
+    lacks its label, there are no labels at all: part of a stream cannot be scored. `where` says what holds the values.
     """
-    texts = ["" if value is None else str(value).strip() for value in values]
+    texts = [written(value, where) for value in values]
     notes = []
     if unlabelled := texts.count(""):
         if unlabelled < len(texts):
             notes = [f"{unlabelled:,} of {len(texts):,} images have no label, so none is scored"]
-        return None, _names(beside) or sorted({spaced(text) for text in texts if text and not text.isdecimal()}), notes
+        found = sorted({spaced(text) for text in texts if text and not text.isdecimal()})
+        return None, [spaced(name) for name in given] or _names(beside) or found, notes
     if not all(text.isdecimal() for text in texts):
+        if given:
+            odd = next(text for text in texts if not text.isdecimal())
+            raise InputError(f"{where} should hold the numbers of {len(given)} classes; it holds {odd[:40]!r}.")
         folders = sorted(set(texts))
         position = {text: index for index, text in enumerate(folders)}
         return [position[text] for text in texts], [spaced(text) for text in folders], notes
-    labels = [int(text) for text in texts]
-    names = _names(beside)
-    if names and max(labels, default=0) >= len(names):
-        raise InputError(f"{beside / CLASSNAMES} names {len(names)} classes, but there is a label {max(labels)}.")
+    # a number too long to be one of a class need not be read
+    labels = [int(text) if len(text) < 19 else sys.maxsize for text in texts]
+    most = max(labels, default=-1)
+    said = texts[labels.index(most)][:40] if texts else ""
+    names = [spaced(name) for name in given] or _names(beside)
+    if names and most >= len(names):
+        whose = where if given else beside / CLASSNAMES
+        raise InputError(f"{whose} names {len(names)} classes, but there is a label {said}.")
+    if not names and most >= MOST_CLASSES:
+        raise InputError(
+            f"{where} holds {said}, where the numbers of classes count from 0 and end before {MOST_CLASSES:,}. "
+            "If it names a class, write the class's name; if it is an id, take it out, or call it anything but a label."
+        )
     if not names:
-        names = [str(number) for number in range(max(labels, default=-1) + 1)]
+        names = [str(number) for number in range(most + 1)]
         notes = [f"{NAMELESS}; write one a line in {beside / CLASSNAMES}"]
     return labels, names, notes
+
+
+def written(value: object, where: str) -> str:
+    """A label as text: a name or a whole number; empty where there is none."""
+    match value:
+        case None:
+            return ""
+        case str():
+            return value.strip()
+        case int():
+            return str(value)
+        case float() if value.is_integer():
+            return str(int(value))
+    said = value if isinstance(value, float) else f"a {type(value).__name__}"
+    raise InputError(f"{where} holds {said}, where a label should be: a name, or a whole number from 0.")
 
 
 def labels_among(data: Dataset, classnames: Sequence[str]) -> list[int | None]:
@@ -123,7 +173,7 @@ def labels_among(data: Dataset, classnames: Sequence[str]) -> list[int | None]:
 
 def _names(beside: Path) -> list[str]:
     try:
-        lines = (beside / CLASSNAMES).read_text(encoding="utf-8-sig").splitlines()
+        lines = read_bytes(beside / CLASSNAMES).decode("utf-8-sig").splitlines()
     except FileNotFoundError:
         return []
     except (OSError, UnicodeDecodeError) as problem:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import csv
-import json
-from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from testtime.datasets.dataset import Dataset, listed_images, number_labels, present, spaced, subfolders
 from testtime.datasets.imagenet import class_table
+from testtime.files import parse_json
 from testtime.images import find_images
+from testtime.regular import read_bytes
 from testtime.types import InputError
 
 PARTS = {
@@ -69,13 +70,13 @@ def read_table(file: Path) -> Dataset:
     that are not there are left out, with a note.
     """
     try:
-        text = file.read_text(encoding="utf-8-sig")
-        rows = _json_rows(text.splitlines()) if file.suffix.lower() == ".jsonl" else _csv_rows(file, text)
+        text = read_bytes(file).decode("utf-8-sig")
+        rows, column = _json_rows(file, text) if file.suffix.lower() == ".jsonl" else _csv_rows(file, text)
     except OSError as problem:
         raise InputError(f"Cannot read {file}: {problem.strerror or problem}.") from None
     except UnicodeDecodeError:
         raise InputError(f"{file} is not UTF-8 text.") from None
-    except (csv.Error, ValueError, KeyError, AttributeError) as problem:
+    except (csv.Error, ValueError) as problem:
         raise InputError(f"{file} is no table of images: {problem}.") from None
     if not rows:
         raise InputError(f"{file} lists no images; its lines read path,label.")
@@ -83,7 +84,7 @@ def read_table(file: Path) -> Dataset:
     missing = [path for (path, _), found in zip(rows, there, strict=True) if not found]
     if len(missing) == len(rows):
         raise InputError(f"None of the {len(rows):,} images in {file} is there, {missing[0]} first; paths start at it.")
-    labels, names, notes = number_labels([label for _, label in rows], file.parent)
+    labels, names, notes = number_labels([label for _, label in rows], file.parent, f"{column} of {file}")
     kept = [index for index, found in enumerate(there) if found]
     if missing:
         notes = [f"{len(missing):,} of {len(rows):,} listed images are missing, {missing[0]} first", *notes]
@@ -96,29 +97,33 @@ def read_table(file: Path) -> Dataset:
     )
 
 
-def _csv_rows(file: Path, text: str) -> list[tuple[str, str | None]]:
+def _csv_rows(file: Path, text: str) -> tuple[list[tuple[str, str | None]], str]:
+    """Paths and labels, and which column the labels are."""
     delimiter = "\t" if file.suffix.lower() == ".tsv" else ","
     rows = [row for row in csv.reader(text.splitlines(), delimiter=delimiter, strict=True) if any(row)]
     head = [cell.strip().lower() for cell in rows[0]] if rows else []
     if not set(head).isdisjoint(PATH_COLUMNS):
         path = next(head.index(name) for name in PATH_COLUMNS if name in head)
         label = next((head.index(name) for name in LABEL_COLUMNS if name in head), None)
+        column = f"Column '{head[label or 0]}'"
         rows = rows[1:]
     else:
-        path, label = 0, 1 if len(head) > 1 else None
+        path, label, column = 0, 1 if len(head) > 1 else None, "Column 2"
     if short := [row for row in rows if len(row) <= max(path, label or 0)]:
         raise ValueError(f"the row {delimiter.join(short[0])!r} is too short")
-    return [(row[path].strip(), None if label is None else row[label]) for row in rows]
+    return [(row[path].strip(), None if label is None else row[label]) for row in rows], column
 
 
-def _json_rows(lines: Iterable[str]) -> list[tuple[str, str | None]]:
-    rows = []
-    for number, line in enumerate(lines, start=1):
+def _json_rows(file: Path, text: str) -> tuple[list[tuple[str, Any]], str]:
+    """Paths and labels, and under which name the labels are."""
+    rows, column = [], "Label"
+    for number, line in enumerate(text.splitlines(), start=1):
         if line.strip():
-            values = json.loads(line)
+            values = parse_json(line, f"{file} is no table of images: line {number}", kind=dict)
             path = next((values[name] for name in PATH_COLUMNS if name in values), None)
-            if path is None:
-                raise ValueError(f"line {number} has none of {', '.join(PATH_COLUMNS)}")
-            label = next((values[name] for name in LABEL_COLUMNS if name in values), None)
-            rows.append((str(path), None if label is None else str(label)))
-    return rows
+            if not isinstance(path, str):
+                raise ValueError(f"line {number} has none of {', '.join(PATH_COLUMNS)}, or one that is no text")
+            label = next((name for name in LABEL_COLUMNS if name in values), None)
+            column = column if label is None else f"Label '{label}'"
+            rows.append((path, None if label is None else values[label]))
+    return rows, column

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import json
 import os
 import posixpath
 import re
@@ -12,12 +11,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from testtime.datasets.dataset import Dataset, number_labels
+from testtime.datasets.dataset import Dataset, number_labels, written
+from testtime.files import parse_json
 from testtime.images import IMAGE_SUFFIXES
 from testtime.types import InputError
 
 LABELS = (".cls", ".txt", ".json")  # a number; a class name; an object that has either under `label` or `cls`
 BRACES = re.compile(r"\{([^{}]*)\}")
+LONGEST_LABEL = 2**20  # bytes of a member that is read for its label
+MOST_SHARDS = 100_000  # that one pair of braces may stand for
 
 
 class TarImage(NamedTuple):
@@ -61,7 +63,8 @@ def read_shards(shards: Sequence[Path], name: str) -> Dataset:
             values.append(label)
     if not images:
         raise InputError(f"No image in {shards[0]}" + (f" or the {len(shards) - 1} after it." if shards[1:] else "."))
-    labels, names, notes = number_labels(values, shards[0].parent)
+    where = f"A label of {shards[0]}" + (f" or the {len(shards) - 1} after it" if shards[1:] else "")
+    labels, names, notes = number_labels(values, shards[0].parent, where)
     return Dataset(name, images, labels, names, tuple(notes))
 
 
@@ -69,23 +72,33 @@ def _samples(shard: Path) -> Iterator[tuple[TarImage, str | None]]:
     """Images and labels of one tar file; only headers and labels are read."""
     images: dict[str, TarImage] = {}
     labels: dict[str, str] = {}
+    if not os.path.isfile(shard):
+        raise InputError(f"Cannot read {shard}: it is no file.")
     try:
         with tarfile.open(shard, "r:") as archive:
             for member in archive:
                 key, suffix = _key(member.name)
-                if not member.isfile():
+                if not member.isfile() or not suffix:
                     continue
+                if member.issparse():
+                    raise InputError(f"{shard}/{member.name} is sparse; write the file again without --sparse.")
                 if suffix in LABELS:
+                    if member.size > LONGEST_LABEL:
+                        raise InputError(
+                            f"{shard}/{member.name} has {member.size:,} bytes, and a label no more than "
+                            f"{LONGEST_LABEL:,}; if it is none, give it another suffix than {', '.join(LABELS)}."
+                        )
                     stream = archive.extractfile(member)
                     labels[key] = _label(stream.read() if stream else b"", suffix, f"{shard}/{member.name}")
-                elif suffix and key not in images:
+                elif key not in images:
                     images[key] = TarImage(shard, member.name, member.offset_data, member.size)
-    except tarfile.ReadError as problem:
+    except OSError as problem:
+        raise InputError(f"Cannot read {shard}: {problem.strerror or problem}.") from None
+    # of a damaged header, Python's reader lets through what its numbers and texts, or too many of them, give rise to
+    except (tarfile.TarError, ValueError, OverflowError, LookupError, MemoryError, RecursionError) as problem:
         raise InputError(
             f"{shard} is no plain tar file, or is cut short ({problem}). Copy it again; unpack a .tar.gz to a .tar."
         ) from None
-    except OSError as problem:
-        raise InputError(f"Cannot read {shard}: {problem.strerror or problem}.") from None
     return ((image, labels.get(key)) for key, image in images.items())
 
 
@@ -101,13 +114,13 @@ def _key(member: str) -> tuple[str, str]:
 
 
 def _label(content: bytes, suffix: str, where: str) -> str:
+    if suffix == ".json":
+        value = parse_json(content, f"{where} is not a label: its text")
+        if isinstance(value, dict):
+            value = next((value[name] for name in ("label", "cls", "class", "classname") if name in value), None)
+        return written(value, where)
     try:
         text = content.decode("utf-8").strip()
-        if suffix == ".json":
-            value = json.loads(text)
-            if isinstance(value, dict):
-                value = next((value[name] for name in ("label", "cls", "class", "classname") if name in value), "")
-            text = str(value)
     except ValueError:
         raise InputError(f"{where} is not a label: text, a number, or JSON with 'label' in it.") from None
     if suffix == ".cls" and not text.isdecimal():
@@ -122,6 +135,8 @@ def _expand(pattern: str) -> list[str]:
         return [pattern]
     if ends := re.fullmatch(r"(\d+)\.\.(\d+)", match[1]):
         width = len(ends[1])
+        if max(width, len(ends[2])) > 18 or int(ends[2]) - int(ends[1]) >= MOST_SHARDS:
+            raise InputError(f"'{match[0]}' stands for more than {MOST_SHARDS:,} files.")
         choices = [f"{number:0{width}d}" for number in range(int(ends[1]), int(ends[2]) + 1)]
     else:
         choices = match[1].split(",")

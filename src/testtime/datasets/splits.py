@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from testtime.datasets.dataset import Dataset, present, spaced, subfolders
+from testtime.files import parse_json
+from testtime.regular import read_bytes
 from testtime.types import InputError
 
 SPLIT = "split_zhou_*.json"  # [path, label, class name] under train, val and test
@@ -79,21 +80,24 @@ def _image_folder(places: Sequence[Path], listed: Sequence[str], root: Path) -> 
 
 def _read(file: Path) -> dict[str, list[tuple[str, int, str]]]:
     try:
-        split = json.loads(file.read_text(encoding="utf-8"))
-        return {
-            # a leading slash would make a path start at the root of the disk
-            part: [(str(path).lstrip("/"), int(label), str(name)) for path, label, name in rows]
-            for part, rows in split.items()
-        }
+        split = parse_json(read_bytes(file), f"{file} is not a split file: its text", kind=dict)
+        return {part: [_row(*row) for row in rows] for part, rows in split.items()}
     except OSError as problem:
         raise InputError(f"Cannot read {file}: {problem.strerror or problem}.") from None
-    except (ValueError, TypeError, AttributeError):
+    except (ValueError, TypeError):
         raise InputError(f"{file} is not a split file: JSON with lists of [path, label, class name].") from None
+
+
+def _row(path: object, label: object, name: object) -> tuple[str, int, str]:
+    if not (isinstance(path, str) and isinstance(label, (int, str)) and isinstance(name, (int, str))):
+        raise TypeError
+    # a leading slash would make a path start at the root of the disk
+    return path.lstrip("/"), int(str(label)), str(name)
 
 
 def _lines(file: Path) -> list[str]:
     try:
-        return [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        return [line.strip() for line in read_bytes(file).decode("utf-8").splitlines() if line.strip()]
     except OSError as problem:
         raise InputError(f"Cannot read {file}: {problem.strerror or problem}.") from None
     except UnicodeDecodeError:

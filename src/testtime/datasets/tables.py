@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from testtime.datasets.dataset import Dataset, number_labels, spaced
+from testtime.datasets.dataset import Dataset, number_labels
 from testtime.datasets.own import LABEL_COLUMNS, part_names
+from testtime.files import parse_json
+from testtime.regular import read_bytes
 from testtime.types import ImageError, InputError, MissingPart
 
 IMAGE_COLUMNS = ("image", "img", "jpg", "png")
@@ -28,8 +31,8 @@ class TableImage(NamedTuple):
         if isinstance(value, dict):  # the bytes themselves, or the path of a file
             value = value.get("bytes") or value.get("path")
         if isinstance(value, str):
-            return (self.file.parent / value).read_bytes()
-        if value is None:
+            return read_bytes(self.file.parent / value)
+        if not isinstance(value, bytes):
             raise ImageError(f"{self}: the row holds no image.")
         return value
 
@@ -42,7 +45,7 @@ class Columns(NamedTuple):
 
     image: str
     label: str | None
-    names: Sequence[str] | None  # class names that the table itself gives to its numbers
+    names: Sequence[str]  # class names that the table itself gives to its numbers; empty where it gives none
 
 
 def is_saved(folder: Path) -> bool:
@@ -54,7 +57,7 @@ def read_saved(folder: Path, part: str) -> Dataset:
     """A dataset that `datasets` has saved: one part of it, where it has parts."""
     home = folder
     if (folder / "dataset_dict.json").is_file():
-        parts = _json(folder / "dataset_dict.json").get("splits", [])
+        parts = _listed(folder / "dataset_dict.json", _json(folder / "dataset_dict.json"), "splits", str)
         chosen = next((name for name in part_names(part) if name in parts), None)
         if chosen is None:
             raise InputError(f"{folder} has no part '{part}'; it has {', '.join(parts) or 'none'}.")
@@ -62,7 +65,10 @@ def read_saved(folder: Path, part: str) -> Dataset:
     state = _json(home / "state.json")
     if state.get("_indices_files") or state.get("_indices_data_files"):
         raise InputError(f"{home} keeps a selection beside its data; call flatten_indices() and save it again.")
-    files = [home / entry["filename"] for entry in state.get("_data_files", [])]
+    entries = _listed(home / "state.json", state, "_data_files", dict)
+    if not all(isinstance(entry.get("filename"), str) for entry in entries):
+        raise InputError(f"{home / 'state.json'} is damaged: an entry of _data_files has no filename.")
+    files = [home / entry["filename"] for entry in entries]
     return read_tables(files, folder.name, folder)
 
 
@@ -85,28 +91,30 @@ def read_tables(files: Sequence[Path], name: str, beside: Path) -> Dataset:
     images: list[TableImage] = []
     values: list[Any] = []
     for file in files:
-        for group in range(_groups(file)):
-            if columns.label is None:
-                count = len(_group(file, columns.image, group))
-                found: list[Any] = [None] * count
-            else:
-                found = _group(file, columns.label, group).to_pylist()
-            images += [TableImage(file, columns.image, group, row) for row in range(len(found))]
-            values += found
+        counts, size = _counts(file), os.path.getsize(file)
+        if sum(counts) > size:
+            raise InputError(f"{file} is damaged: it says that it has {sum(counts):,} rows in {size:,} bytes.")
+        for group, count in enumerate(counts):
+            images += [TableImage(file, columns.image, group, row) for row in range(count)]
+            values += [None] * count if columns.label is None else _values(file, columns.label, group)
+    if len(values) != len(images):
+        raise InputError(f"{files[0]} is damaged: {len(values):,} labels for {len(images):,} images.")
     if not images:
         raise InputError(f"{files[0]} holds no rows.")
     # ClassLabel writes -1 where a label is hidden, as in many test parts
     values = [None if value == -1 else value for value in values]
-    labels, names, notes = number_labels(values, beside)
-    if columns.names:
-        names, notes = [spaced(text) for text in columns.names], [note for note in notes if "no label" in note]
+    labels, names, notes = number_labels(values, beside, f"Column '{columns.label}' of {files[0]}", columns.names)
     return Dataset(name, images, labels, names, tuple(notes))
 
 
 def _columns(file: Path) -> Columns:
-    schema = _open(file).schema if file.suffix == ".arrow" else _open(file).schema_arrow
-    described = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
-    features = described.get("info", {}).get("features", {})
+    opened = _open(file)
+    with _reading(file):
+        schema = opened.schema if file.suffix == ".arrow" else opened.schema_arrow
+        twice = sorted({name for name in schema.names if schema.names.count(name) > 1})
+    what = f"What {file} says of itself"
+    info = _object(parse_json((schema.metadata or {}).get(b"huggingface", b"{}"), what, kind=dict), "info", what)
+    features = _object(info, "features", what)
     kinds = {name: value.get("_type") for name, value in features.items() if isinstance(value, dict)}
     image = next((name for name in schema.names if kinds.get(name) == "Image"), None)
     image = image or next((name for name in IMAGE_COLUMNS if name in schema.names), None)
@@ -114,28 +122,56 @@ def _columns(file: Path) -> Columns:
         raise InputError(f"{file} has no column of images; it has {', '.join(schema.names)}.")
     classes = [name for name in schema.names if kinds.get(name) == "ClassLabel"]
     label = next((name for name in LABEL_COLUMNS if name in schema.names), next(iter(classes), None))
-    return Columns(image, label, features[label].get("names") if label in classes else None)
+    if both := [name for name in (image, label) if name in twice]:
+        raise InputError(f"{file} has the column '{both[0]}' more than once.")
+    names = _listed(what, features[label], "names", str) if label is not None and label in classes else []
+    return Columns(image, label, names)
 
 
 def _json(file: Path) -> dict[str, Any]:
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        return parse_json(read_bytes(file), file, kind=dict)
     except OSError as problem:
         raise InputError(f"Cannot read {file}: {problem.strerror or problem}.") from None
-    except ValueError:
-        raise InputError(f"{file} is damaged: it is not JSON.") from None
 
 
-def _groups(file: Path) -> int:
+def _object(within: Mapping[str, Any], name: str, what: object) -> Mapping[str, Any]:
+    """A part of a JSON object that is an object; empty where it is not there."""
+    value = within.get(name) or {}
+    if not isinstance(value, dict):
+        raise InputError(f"{what} is damaged: '{name}' should be an object; it is a {type(value).__name__}.")
+    return value
+
+
+def _listed(what: object, within: Mapping[str, Any], name: str, kind: type) -> list[Any]:
+    """A part of a JSON object that is a list of one kind of things; empty where it is not there."""
+    value = within.get(name) or []
+    if not isinstance(value, list) or not all(isinstance(entry, kind) for entry in value):
+        raise InputError(f"{what} is damaged: '{name}' should be a list, each entry a {kind.__name__}.")
+    return value
+
+
+def _counts(file: Path) -> list[int]:
+    """Rows of each group."""
     opened = _open(file)
-    return len(opened.batches) if file.suffix == ".arrow" else opened.num_row_groups
+    if file.suffix == ".arrow":
+        return [batch.num_rows for batch in opened.batches]
+    with _reading(file):
+        return [opened.metadata.row_group(group).num_rows for group in range(opened.num_row_groups)]
+
+
+def _values(file: Path, column: str, group: int) -> list[Any]:
+    with _reading(file):
+        return _group(file, column, group).to_pylist()
 
 
 @lru_cache(maxsize=4)  # a stream asks for one row after another of the same group
 def _group(file: Path, column: str, group: int) -> Any:
     opened = _open(file)
     if file.suffix == ".arrow":
-        return opened.batches[group].column(column)
+        found = opened.batches[group].column(column)
+        found.validate(full=True)  # what it points to may lie anywhere
+        return found
     return opened.read_row_group(group, columns=[column]).column(column)
 
 
@@ -153,10 +189,22 @@ def _open(file: Path) -> Any:
         raise MissingPart(
             f"{file.name} is read with pyarrow, which is not installed: pip install 'testtime[datasets]'."
         ) from None
-    try:
+    if not os.path.isfile(file):
+        raise InputError(f"Cannot read {file}: there is no such file.")
+    with _reading(file):
         if file.suffix == ".arrow":
             with pyarrow.ipc.open_stream(pyarrow.memory_map(str(file))) as reader:
                 return _Arrow(reader.schema, list(reader))  # views of the mapped file, not copies
         return pyarrow.parquet.ParquetFile(file)
-    except (pyarrow.ArrowInvalid, OSError) as problem:
-        raise InputError(f"Cannot read {file}: {str(problem).splitlines()[0]}.") from None
+
+
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    """Say what is wrong with a table's bytes; on damaged ones pyarrow raises errors of its own, and Python's."""
+    from pyarrow import ArrowException
+
+    try:
+        yield
+    except (ArrowException, OSError, ValueError, LookupError, TypeError, OverflowError, MemoryError) as problem:
+        reason = (str(problem).strip() or type(problem).__name__).splitlines()[0]
+        raise InputError(f"Cannot read {file}: {reason[:200]}.") from None

@@ -3,7 +3,8 @@
 A name is `open_clip:MODEL/PRETRAINED`, as in `open_clip:ViT-B-16/openai`. PRETRAINED is one of open_clip's
 tags, or a checkpoint file: `open_clip:ViT-B-16/weights/mine.pt`, `open_clip:ViT-B-16//data/mine.safetensors`
 (an absolute path). Files are open_clip's (a state dict, plain or under "state_dict") or OpenAI's as published
-(a TorchScript archive or its state dict); their tensors have the same names.
+(a TorchScript archive or its state dict); their tensors have the same names. Nothing in a file is run: neither
+what a pickle names, nor the programs of an archive.
 
 OpenAI trained with QuickGELU. Its tags say so, and so does a file in its published layout, or an
 `open_clip_config.json` beside the file. A file that says nothing is taken as MODEL is; `ViT-B-16-quickgelu`
@@ -12,10 +13,7 @@ has it.
 
 from __future__ import annotations
 
-import json
 import pickle
-import warnings
-import zipfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
@@ -30,13 +28,16 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from testtime import contexts
+from testtime.encoders import torchscript
 from testtime.encoders.hub import PATIENCE as PATIENCE
 from testtime.encoders.hub import answers as _answers
 from testtime.encoders.inputs import check_pixels, check_texts
 from testtime.encoders.lean import open_clip, with_transformers
 from testtime.encoding import resnet, vit
 from testtime.encoding.compiled import COARSE, faithful
+from testtime.files import parse_json
 from testtime.registry import unknown
+from testtime.regular import read_bytes
 from testtime.types import Context, InputError, MissingPart, UnknownName
 from testtime.views import Preprocess
 
@@ -121,8 +122,8 @@ def load(spec: str, device: torch.device, dtype: torch.dtype) -> OpenClip:
     if tag:
         looks, quick = tag, tag.get("quick_gelu", False)
     else:
-        looks = _usual_looks(architecture) | beside.get("preprocess_cfg", {})
-        quick = checkpoint.openai or beside.get("model_cfg", {}).get("quick_gelu", False)
+        looks = _usual_looks(architecture) | beside["preprocess_cfg"]
+        quick = checkpoint.openai or bool(beside["model_cfg"].get("quick_gelu"))
     tokenizer = _tokenizer(architecture, path)
     model = build(architecture, PRECISIONS[dtype], quick)
     fill(model, checkpoint, architecture)
@@ -164,8 +165,12 @@ def make_preprocess(looks: Mapping[str, Any]) -> Preprocess:
     height, width = (size, size) if isinstance(size, int) else size
     if height != width:
         raise InputError(f"Only square images are supported; this model sees {height} x {width}.")
-    mean, std = tuple(looks["mean"]), tuple(looks["std"])
-    return Preprocess(height, height, looks["resize_mode"], looks["interpolation"], mean, std)
+    try:
+        mean, std = (tuple(map(float, looks[name])) for name in ("mean", "std"))
+        return Preprocess(height, height, looks["resize_mode"], looks["interpolation"], mean, std)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        said = {name: looks[name] for name in LOOKS}
+        raise InputError(f"How the model sees is not said in words and lists of 3 numbers: {said}.") from None
 
 
 # Where the weights are
@@ -265,15 +270,18 @@ def _usual_looks(architecture: str) -> dict[str, Any]:
     return dict(most)
 
 
-def _config_beside(path: Path) -> dict[str, Any]:
-    """What `open_clip_config.json` in the checkpoint's folder says, as on the hub; empty if there is none."""
-    file = path.parent / "open_clip_config.json"
+def _config_beside(path: Path) -> dict[str, dict[str, Any]]:
+    """What `open_clip_config.json` in the checkpoint's folder says, as on the hub; nothing if there is none."""
+    file, parts = path.parent / "open_clip_config.json", ("preprocess_cfg", "model_cfg")
     if not file.is_file():
-        return {}
+        return {part: {} for part in parts}
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as problem:
-        raise InputError(f"'{file}' is not JSON: {problem}") from None
+        said = parse_json(read_bytes(file), f"'{file}'", kind=dict)
+    except OSError as problem:
+        raise InputError(f"Cannot read '{file}': {problem.strerror or problem}.") from None
+    if odd := [part for part in parts if not isinstance(said.get(part, {}), dict)]:
+        raise InputError(f"'{file}' is damaged: {odd[0]} is a {type(said[odd[0]]).__name__}, where a dict should be.")
+    return {part: said.get(part, {}) for part in parts}
 
 
 # What is in them
@@ -288,24 +296,22 @@ class Checkpoint(NamedTuple):
 
 
 def read(path: Path) -> Checkpoint:
-    """The tensors in a checkpoint file, on the CPU. No Python code in the file is run."""
+    """The tensors in a checkpoint file, on the CPU. Nothing in the file is run."""
     scripted = False
     try:
         if path.suffix.lower() == ".safetensors":
             found: Any = load_file(path)
-        elif scripted := _is_torchscript(path):
-            with warnings.catch_warnings():
-                # deprecated, and still the only reader of what OpenAI published
-                warnings.simplefilter("ignore")
-                found = torch.jit.load(path, map_location="cpu").state_dict()
+        elif scripted := torchscript.is_torchscript(path):
+            found = torchscript.read_tensors(path)
         else:
+            torchscript.check_names(path)
             found = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         raise InputError(
             f"'{path}' is not a checkpoint, or it holds more than tensors, and code in a file is never run. "
             "Save its state_dict alone, best as .safetensors."
         ) from None
-    except (SafetensorError, RuntimeError, EOFError, OSError, ValueError, LookupError) as problem:
+    except (SafetensorError, OSError, *torchscript.DAMAGED) as problem:
         reason = (str(problem) or type(problem).__name__).splitlines()[0]
         raise InputError(f"'{path}' cannot be read as a checkpoint: {reason}") from None
 
@@ -316,10 +322,12 @@ def read(path: Path) -> Checkpoint:
     tensors = {
         name.removeprefix("module."): value
         for name, value in state.items()
-        if isinstance(value, Tensor) and name not in OPENAI_NUMBERS
+        if isinstance(name, str) and isinstance(value, Tensor) and name not in OPENAI_NUMBERS
     }
     if not tensors:
         raise InputError(f"'{path}' holds no tensors.")
+    if odd := [name for name, value in tensors.items() if not _is_plain(value)]:
+        raise InputError(f"'{path}' holds {odd[0]} in a form that no model has; save it as .safetensors.")
     numbered = any(name in state for name in OPENAI_NUMBERS)
     return Checkpoint(path, tensors, scripted or numbered or (not wrapped and _is_half_half(tensors)))
 
@@ -393,12 +401,9 @@ def fill(model: Any, checkpoint: Checkpoint, architecture: str) -> None:
     model.load_state_dict(state)
 
 
-def _is_torchscript(path: Path) -> bool:
-    """Whether torch.jit.save wrote the file: its archives, unlike those of torch.save, have constants.pkl."""
-    if not zipfile.is_zipfile(path):
-        return False
-    with zipfile.ZipFile(path) as archive:
-        return any(name.endswith("/constants.pkl") for name in archive.namelist())
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor's numbers are all there, one after another; some files have sparse ones, or shapes alone."""
+    return tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
 
 
 def _is_half_half(tensors: Mapping[str, Tensor]) -> bool:

@@ -12,7 +12,6 @@ take images of any shape; here they see a square of as many patches as they are 
 
 from __future__ import annotations
 
-import json
 import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,6 +32,7 @@ from testtime.encoders.hub import answers
 from testtime.encoders.inputs import check_pixels, check_texts
 from testtime.encoding import vit
 from testtime.encoding.compiled import COARSE, faithful
+from testtime.files import parse_json
 from testtime.types import Context, InputError, MissingPart
 from testtime.views import Preprocess
 
@@ -343,16 +343,17 @@ def _config(folder: Path) -> dict[str, Any]:
         ours = (folder / "open_clip_config.json").is_file()
         hint = "It is open_clip's: write open_clip:MODEL/FILE." if ours else "Save a model there with save_pretrained."
         raise InputError(f"'{folder}' has no config.json. {hint}")
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as problem:
-        raise InputError(f"'{file}' is not JSON: {problem}") from None
+    config = parse_json(file.read_bytes(), f"'{file}'")
     kind = config.get("model_type") if isinstance(config, dict) else None
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise InputError(
             f"'{folder}' holds a model of type {kind!r}, which is not a supported dual encoder. "
             f"Supported: {', '.join(FAMILIES)}."
         )
+    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
+    attention = [part.get(key) for part in parts for key in ("attn_implementation", "_attn_implementation")]
+    if code := [said for said in attention if "/" in str(said)]:  # transformers would fetch and run it
+        raise InputError(f"'{file}' asks for code from the hub for its attention ({code[0]}); take that line out.")
     return config
 
 
