@@ -144,7 +144,7 @@ def test_a_run_cut_off_after_any_write_goes_on_to_the_same_bytes(
         first(photos, resume=resumed)
     disk.close()
     assert first.bytes() == whole.bytes()
-    assert len(disk.left) >= 10
+    assert len(disk.left) >= (7 if resumed else 10)
     states = 0
     for number, left in enumerate(disk.left):
         again = run(f"again {number}")
@@ -153,7 +153,7 @@ def test_a_run_cut_off_after_any_write_goes_on_to_the_same_bytes(
         again(photos, resume=again.state.exists())  # without a state there is nothing to go on from
         assert again.bytes() == whole.bytes(), [(name, len(data)) for name, data in left]
         states += again.state.name in dict(left)
-    assert states >= 8
+    assert states >= 7
 
 
 def test_a_run_begun_anew_is_never_taken_for_the_one_before(
@@ -281,6 +281,35 @@ def test_the_same_path_with_two_labels_is_scored_by_each(run: Callable[..., Run]
     table.write_text("path,label\nphotos/0.png,cat\nphotos/0.png,dog\nphotos/0.png,fox\n")
     told = json.loads(one(table, "--json", "--method", "zeroshot").err.splitlines()[-1])
     assert told["labelled"] == 3 and told["zero_shot_accuracy"] == pytest.approx(1 / 3)
+
+
+# Each output has its own place
+
+
+def test_no_output_is_written_over_an_input_or_another_output(run: Callable[..., Run], tmp_path: Path) -> None:
+    table, one = tmp_path / "table.csv", run("one")
+    table.write_text(f"path,label\n{picture(tmp_path / '0.png', 0)},cat\n{picture(tmp_path / '1.png', 1)},dog\n")
+    (tmp_path / "link.csv").symlink_to(table)
+    one(table)
+    before = {path: path.read_bytes() for path in (table, tmp_path / "0.png", one.rows, one.state)}
+    for more, said in (
+        (["--out", table], "--out would be written over IMAGES"),
+        (["--out", tmp_path / "link.csv"], "--out would be written over IMAGES"),
+        (["--save", tmp_path / "0.png"], "--save would be written over IMAGES"),
+        (["--out", one.state], "--out and --save are one file"),
+        (["--report", one.rows], "--out and --report are one file"),
+        (
+            ["--save", tmp_path / "new", "--out", one.state, "--resume", one.state],
+            "--out would be written over --resume",
+        ),
+    ):
+        assert said in one(table, *more, code=2).err, more
+    assert before == {path: path.read_bytes() for path in before}
+
+
+def test_rows_may_go_to_a_device(cli: Callable[..., Any], photos: Path, tmp_path: Path) -> None:
+    common = ["run", photos, "-e", "tiny", "--classes", "a,b", "--save", tmp_path / "state"]
+    assert cli(*common, "--out", "/dev/null").code == 0 and (tmp_path / "state").exists()
 
 
 # One at a time

@@ -3,7 +3,7 @@
 A cell is a JSON file, written whole when its run is done. It holds what the numbers depend on and the numbers, no
 time and no machine: the same experiment gives the same bytes, however often it was interrupted. Times lie apart.
 
-    folder/stores/     features by dataset, encoder, views and seed, in shards
+    folder/stores/     features by dataset, encoder, views and seed, in shards; no labels, which may be corrected
     folder/text/       text prototypes
     folder/cells/      results
     folder/timings/    how long each of them took, and on what
@@ -16,8 +16,10 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,8 +29,9 @@ from torch import Tensor
 
 from testtime import __version__, files, registry
 from testtime.datasets import Dataset
-from testtime.encode import encode
+from testtime.encode import DTYPES, RECIPE, encode, made_with
 from testtime.features import Features
+from testtime.identity import digest, identity, weights
 from testtime.metrics import accuracy, expected_calibration_error, macro_f1
 from testtime.prompts import build_task, check_classes
 from testtime.recipes import Views
@@ -42,6 +45,8 @@ CHUNK = 64  # images read at a time
 LOGITS = 2**28  # bytes of logits kept while several settings run side by side
 SUBSET_SEED = 0  # of the images that a limit leaves, which are the same for every seed of the stream
 ONE_VIEW_SEED = 1  # without random views there is one store for every seed
+DTYPE = "float16"  # of features, as stored
+SHOWN = ("macro_f1", "calibration_error", "images", "skipped", "classes", "views", "augmix", "settings", "text")
 
 
 class Text(NamedTuple):
@@ -105,8 +110,10 @@ class Lab:
             "dataset": self.dataset.name,
             "images": len(self.indices),
             "classes": len(self.dataset.classnames),
-            "data": self._data_mark(),
+            "data": self.data,
             "encoder": self.encoder.name,
+            "weights": self.weights,
+            "recipe": RECIPE,
             "views": cell.views.count,
             "augmix": cell.views.augmix,
             "seed": cell.seed,
@@ -125,40 +132,64 @@ class Lab:
         name = f"{_slug(self.dataset.name)}-{_slug(self.encoder.name)}-{views.count}{'-augmix' * views.augmix}"
         name += f"-seed{seed}" if views.count > 1 else ""
         name += f"-{len(self.indices)}" if len(self.indices) < len(self.dataset) else ""
-        return self.folder / "stores" / name
+        made = made_with(self.encoder, _plan(views, seed), DTYPES[DTYPE], self.dataset.name)
+        mark = digest([*(f"{key} {value}" for key, value in made.items()), *map(str, self._images())])
+        return self.folder / "stores" / f"{name}-{mark}"
 
     def store(self, views: Views, seed: int) -> Features:
-        """The features, encoded where they are not there yet; shards that are finished stay."""
-        out, taken = self.store_path(views, seed), self.indices
-        if out in self.stores:
-            return self.stores[out]
+        """The features, encoded where they are not there yet; shards that are finished stay.
+
+        Another process that makes the same is waited for.
+        """
+        out = self.store_path(views, seed)
+        if out not in self.stores:
+            with self._alone(out):
+                self._encode(out, views, seed)
+                self.stores[out] = Features(out)  # from here on, a shard that is replaced is noticed
+        return self.stores[out]
+
+    def _encode(self, out: Path, views: Views, seed: int) -> None:
         before = set(_shards(out))
         start = time.perf_counter()
+        images = self._images()
         encode(
             self.encoder,
             self.task(Text()),
-            [_absolute(self.dataset.paths[i]) for i in taken],
+            images,
             out,
-            ViewPlan(views.count, views.augmix, seed if views.count > 1 else ONE_VIEW_SEED),
-            labels=[self.labels[i] for i in taken],
+            _plan(views, seed),
+            dtype=DTYPES[DTYPE],
             shard=self.shard,
             dataset=self.dataset.name,
             resume=True,
+            retext=True,  # ours are elsewhere, and may be other ones by now
             on_skip=lambda line: self.report(f"skipped {line}"),
-            progress=self._encoding(len(taken)),
+            progress=self._encoding(len(images)),
+            report=self.report,
         )
         if new := [shard for shard in _shards(out) if shard not in before]:
-            images = sum(len(Features(shard)) for shard in new)
-            self._note(f"encode-{out.name}", {"images": images, "views": views.count}, time.perf_counter() - start)
-        self.stores[out] = Features(out)
-        return self.stores[out]
+            count = sum(len(Features(shard)) for shard in new)
+            self._note(f"encode-{out.name}", {"images": count, "views": views.count}, time.perf_counter() - start)
+
+    @contextmanager
+    def _alone(self, out: Path) -> Iterator[None]:
+        """Have a store to write for ourselves; who has it is named, and waited for."""
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(files.locked(out))
+            except InputError as taken:
+                self.report(f"waiting: {taken}")
+                stack.enter_context(files.locked(out, wait=True))
+            yield
 
     def rows(self, store: Features) -> list[int]:
         """Which images of the dataset a store holds: those taken, less those that could not be read."""
-        if store.images is None:
-            return self.indices
-        places = {str(_absolute(self.dataset.paths[i])): i for i in self.indices}
-        return [places[name] for name in store.images]
+        taken = self.indices
+        return taken if store.positions is None else [taken[place] for place in store.positions]
+
+    def labels_of(self, store: Features) -> Tensor:
+        """The labels (N,) of a store's images, as the dataset has them now."""
+        return torch.tensor([self.labels[row] for row in self.rows(store)])
 
     def task(self, text: Text, tower: bool = False) -> Task:
         """The task with prototypes of that text, kept in a file once made."""
@@ -173,7 +204,7 @@ class Lab:
         given: dict[str, Any] = {"templates": text.templates, "descriptions": text.descriptions}
         if tower:
             return build_task(self.encoder, names, **given, context=True, allow_duplicates=True)
-        facts = {"encoder": self.encoder.name, "classnames": list(names)} | text.facts()
+        facts = {"encoder": self.encoder.name, "weights": self.weights, "classnames": list(names)} | text.facts()
         path = self.folder / "text" / f"{_mark(facts)}.safetensors"
         if not path.exists():
             task = build_task(self.encoder, names, **given, allow_duplicates=True)
@@ -184,11 +215,20 @@ class Lab:
         prototypes = laid(file.get_tensor("text")).to(self.encoder.device)
         return Task(prototypes, check_classes(names, allow_duplicates=True), scale, self.encoder.name)
 
-    def _data_mark(self) -> str:
-        """What tells these images from others: their names, wherever the folder lies, and labels."""
-        names = [str(self.dataset.paths[i]).replace("\\", "/").split("/")[-2:] for i in self.indices]
-        rows = [f"{'/'.join(name)} {self.labels[i]}" for name, i in zip(names, self.indices, strict=True)]
-        return hashlib.sha256("\n".join(rows).encode()).hexdigest()[:12]
+    @cached_property
+    def weights(self) -> str:
+        """What tells the encoder's weights from others of its name."""
+        return weights(self.encoder)
+
+    @cached_property
+    def data(self) -> str:
+        """What tells these images from others: names, wherever the folder lies, content and labels."""
+        names = ["/".join(str(self.dataset.paths[i]).replace("\\", "/").split("/")[-2:]) for i in self.indices]
+        content = [f"{identity(self.dataset.paths[i])} {self.labels[i]}" for i in self.indices]
+        return digest([*names, *content])
+
+    def _images(self) -> list[Any]:
+        return [_absolute(self.dataset.paths[i]) for i in self.indices]
 
     def _encoding(self, count: int) -> Callable[[int], None]:
         """A line now and then; none for shards that are there, which take no time."""
@@ -230,12 +270,18 @@ def run_cells(lab: Lab, cells: Sequence[Cell], alone: bool = False) -> list[dict
         cell = cells[number]
         return cell.views, cell.seed, repr(cell.text), cell.method.name
 
+    def taken(numbers: Sequence[int]) -> list[int]:
+        """Those that still are to run; another process may have run some meanwhile, and they are taken."""
+        there = [number for number in numbers if lab.path(cells[number]).exists()]
+        results.update({number: _read(lab.path(cells[number])) for number in there})
+        return [number for number in numbers if number not in there]
+
     for _, group in groupby(sorted(waiting, key=shared), key=shared):
         numbers = list(group)
         most = 1 if alone else max(1, LOGITS // (4 * len(lab.indices) * len(lab.dataset.classnames)))
         for start in range(0, len(numbers), most):
-            part = numbers[start : start + most]
-            results |= dict(zip(part, _run_together(lab, [cells[number] for number in part]), strict=True))
+            if part := taken(numbers[start : start + most]):
+                results |= dict(zip(part, _run_together(lab, [cells[number] for number in part]), strict=True))
     return [results[number] for number in range(len(cells))]
 
 
@@ -246,6 +292,10 @@ def encoded(store: Path) -> int:
 
 def _shards(store: Path) -> list[Path]:
     return sorted(store.glob("features-*.safetensors"))
+
+
+def _plan(views: Views, seed: int) -> ViewPlan:
+    return ViewPlan(views.count, views.augmix, seed if views.count > 1 else ONE_VIEW_SEED)
 
 
 def _absolute(image: Any) -> Any:
@@ -262,55 +312,69 @@ def _run_together(lab: Lab, cells: Sequence[Cell]) -> list[dict[str, Any]]:
     except MissingPart as reason:
         return [{"not run": str(reason)} for _ in cells]
     store = lab.store(first.views, first.seed)
-    if store.labels is None:
-        raise InputError(f"{store.path} has no labels to score with.")
+    paths = [lab.path(cell) for cell in cells]
+    if all(path.exists() for path in paths):  # the process that was waited for has run them
+        return [_read(path) for path in paths]
     order = shuffled(len(store), first.seed)
     start = time.perf_counter()
     stream = (chunk.to(task.text.device) for chunk in store.chunks(order.tolist(), size=CHUNK))
     many = sweep(task, methods, stream)
     seconds = (time.perf_counter() - start) / len(cells)
-    labels = store.labels[order]
+    labels = lab.labels_of(store)[order]
     results = []
-    for cell, logits in zip(cells, many, strict=True):
-        result = _score(cell.method, logits.cpu(), labels)
+    for cell, path, logits in zip(cells, paths, many, strict=True):
+        result = _score(cell.method, logits.cpu(), labels, store, order)
         record = lab.facts(cell) | {"version": __version__, "skipped": len(lab.indices) - len(order)} | result
-        path = files.write_atomic(lab.path(cell), json.dumps(record, indent=1) + "\n")
+        files.write_atomic(path, json.dumps(record, indent=1) + "\n")
         lab._note(path.stem, {"images": len(order), "together": len(cells)}, seconds)
         results.append(record)
     return results
 
 
-def _score(method: Method, logits: Tensor, labels: Tensor) -> dict[str, Any]:
+def _score(method: Method, logits: Tensor, labels: Tensor, store: Features, order: Tensor) -> dict[str, Any]:
+    """The score of logits (N, C); what is not finite is no answer, and `order` (N,) says whose it is."""
+    probabilities = method.probabilities(logits)
+    if not (good := torch.isfinite(logits) & torch.isfinite(probabilities)).all():
+        row = int(order[(~good).any(1).nonzero()[0, 0]])
+        settings = ", ".join(f"{key}={value}" for key, value in registry.settings_of(method).items())
+        raise InputError(
+            f"Method '{method.name}' gives NaN or infinity for {store.images[row] if store.images else f'image {row}'}"
+            f"{f' with {settings}' if settings else ''}. Give it settings of ordinary size, or leave it out."
+        )
     predictions = logits.argmax(1)
     return {
         "right": int((predictions == labels).sum()),
         "accuracy": accuracy(predictions, labels),
         "macro_f1": macro_f1(predictions, labels),
-        "calibration_error": expected_calibration_error(method.probabilities(logits), labels),
+        "calibration_error": expected_calibration_error(probabilities, labels),
     }
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        return record | {"accuracy": float(record["accuracy"])}
-    except (ValueError, KeyError, TypeError):
-        raise InputError(f"{path} is damaged; remove it, and it is made again.") from None
+    record = files.parse_json(_bytes(path), f"{path} (remove it, and it is made again)", kind=dict)
+    score = record.get("accuracy")
+    if not isinstance(score, float | int) or not all(key in record for key in SHOWN):
+        raise InputError(f"{path} is damaged; remove it, and it is made again.")
+    return record | {"accuracy": float(score)}
 
 
 def timing(lab: Lab, name: str) -> dict[str, Any] | None:
     """How long something took, where that was noted."""
     path = lab.folder / "timings" / f"{name}.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    return files.parse_json(_bytes(path), path, kind=dict) if path.exists() else None
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as problem:
+        raise InputError(f"Cannot read {path}: {problem.strerror or problem}.") from None
 
 
 def _digest(path: Path | None) -> str | None:
     if path is None:
         return None
-    try:
-        return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]
-    except OSError as problem:
-        raise InputError(f"Cannot read {path}: {problem.strerror or problem}.") from None
+    return hashlib.sha256(_bytes(Path(path))).hexdigest()[:12]
 
 
 def _mark(facts: dict[str, Any]) -> str:
@@ -318,4 +382,5 @@ def _mark(facts: dict[str, Any]) -> str:
 
 
 def _slug(name: str) -> str:
-    return "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in name)
+    """A name as part of a file's; a long one is cut, since a mark follows that tells it from others."""
+    return "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in name)[:60]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -15,14 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from testtime import files
 from testtime.ops import unit
 from testtime.types import FeatureError, Task
 
+FORMAT = "testtime.features"
 VERSION = "1"
 INDEX = "index.json"
+WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)  # what labels may be
 
 
 def unit_views(views: Tensor, like: Tensor, first: int = 0) -> Tensor:
@@ -87,7 +91,7 @@ def save_features(
 
 def write_index(folder: str | Path, shards: Sequence[str]) -> Path:
     """Make a folder of shards a store; `shards` are file names in stream order."""
-    index = {"format": "testtime.features", "version": VERSION, "shards": list(shards)}
+    index = {"format": FORMAT, "version": VERSION, "shards": list(shards)}
     return files.write_atomic(Path(folder) / INDEX, json.dumps(index, indent=1) + "\n")
 
 
@@ -104,21 +108,26 @@ class Features:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        paths = _shard_paths(self.path)
-        self._shards = [files.open_tensors(shard, FeatureError) for shard in paths]
+        self.files = _shard_paths(self.path)
+        self._shards = [files.open_tensors(shard, FeatureError) for shard in self.files]
+        self._facts: list[dict[str, str]] = [dict(shard.metadata() or {}) for shard in self._shards]
+        for shard, facts in zip(self.files, self._facts, strict=True):
+            _check_version(shard, facts)
         shapes = [_shape(shard, self.path) for shard in self._shards]
-        self._rows = [files.Rows(shard, "views", FeatureError) for shard in paths]
+        self._rows = [files.Rows(shard, "views", FeatureError) for shard in self.files]
         if len({shape[1:] for shape in shapes}) > 1:
             raise FeatureError(f"{self.path}: shards differ in views or dimension: {sorted(set(shapes))}.")
         self._ends = list(accumulate(shape[0] for shape in shapes))
         _, self.views, self.dim = shapes[0]
-        self.metadata: dict[str, str] = dict(self._shards[0].metadata() or {})
-        self.text: Tensor = self._shards[0].get_tensor("text")
+        self.metadata = self._facts[0]
+        self.text = self._tensor(self._shards[0], "text")
         self._check_text()
         self.classnames = self._read_classnames()
         self.scale = self._read_scale()
         self.labels = self._read_labels()
-        self.images = self._read_images()
+        # the paths that were encoded, for showing only, and their places in the input; None where it does not say
+        self.images = self._read_each("images", str, "path")
+        self.positions = self._read_each("positions", int, "place")
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -138,11 +147,23 @@ class Features:
         from testtime.contexts import stored_context  # open_clip is loaded only for this
 
         names = [name for name in shard.keys() if name not in ("views", "labels")]
-        tower = stored_context({name: shard.get_tensor(name) for name in names}, self.metadata)
+        try:
+            tower = stored_context({name: self._tensor(shard, name) for name in names}, self.metadata)
+            with torch.no_grad():
+                fits = tower(tower.start).shape == task.text.shape
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as problem:
+            said = (str(problem) or type(problem).__name__).splitlines()[0]
+            raise FeatureError(f"{self.path}: its text tower cannot be used ({said}). Write it again.") from None
+        if not fits:
+            raise FeatureError(f"{self.path}: its text tower gives other prototypes than (C, D) = {tuple(text.shape)}.")
         return replace(task, context=tower)
 
     def read(self, start: int, stop: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Views of the images from start to stop (n, V, D), checked, cast and then normalised."""
+        return unit_views(self.stored(start, stop), self.text.to(dtype), start)
+
+    def stored(self, start: int, stop: int) -> Tensor:
+        """Views of the images from start to stop (n, V, D) as they lie in the file."""
         if not 0 <= start < stop <= len(self):
             raise FeatureError(f"No images {start} to {stop} in {self.path}; it holds {len(self)}.")
         parts, begin = [], 0
@@ -150,8 +171,7 @@ class Features:
             if start < end and stop > begin:
                 parts.append(rows.read(max(start - begin, 0), min(stop, end) - begin))
             begin = end
-        views = torch.cat(parts) if len(parts) != 1 else parts[0]
-        return unit_views(views, self.text.to(dtype), start)
+        return torch.cat(parts) if len(parts) != 1 else parts[0]
 
     def chunks(
         self, order: Sequence[int] | Tensor | None = None, *, size: int = 0, dtype: torch.dtype = torch.float32
@@ -168,24 +188,28 @@ class Features:
                 yield torch.cat([self.read(place, place + 1, dtype) for place in places])
 
     def _check_text(self) -> None:
+        if self.text.ndim != 2 or self.text.shape[1] != self.dim or self.text.dtype not in files.FLOATS.values():
+            kind = f"{str(self.text.dtype)[6:]} {tuple(self.text.shape)}"
+            raise FeatureError(f"{self.path}: text must be (C, {self.dim}) floats to fit the views; got {kind}.")
         for number, shard in enumerate(self._shards[1:], start=1):
-            if not torch.equal(shard.get_tensor("text"), self.text):
+            other = self._tensor(shard, "text")
+            if other.dtype != self.text.dtype or not torch.equal(other, self.text):
                 raise FeatureError(f"{self.path}: shard {number} has other text prototypes than shard 0.")
-        if self.text.ndim != 2 or self.text.shape[1] != self.dim or not self.text.is_floating_point():
-            raise FeatureError(
-                f"{self.path}: text must be (C, {self.dim}) to fit the views; got {tuple(self.text.shape)}."
-            )
+
+    def _tensor(self, shard: Any, name: str) -> Tensor:
+        """A tensor of a shard, whole."""
+        try:
+            return shard.get_tensor(name)
+        except SafetensorError as problem:  # of a type that torch does not have
+            raise FeatureError(f"{self.path}: tensor '{name}' cannot be read ({problem}). Write it again.") from None
 
     def _read_classnames(self) -> tuple[str, ...]:
         stored = self.metadata.get("classnames")
         if stored is None:
             return tuple(map(str, range(len(self.text))))
-        try:
-            names = json.loads(stored)
-            if not isinstance(names, list):
-                raise ValueError
-        except ValueError:
-            raise FeatureError(f"{self.path}: metadata 'classnames' is not a JSON list: {stored[:60]!r}.") from None
+        names = _json_list(stored, (str, int, float))
+        if names is None or not _shown(names):
+            raise FeatureError(f"{self.path}: metadata 'classnames' is not a JSON list of names: {stored[:60]!r}.")
         if len(names) != len(self.text):
             raise FeatureError(f"{self.path}: {len(names)} class names for {len(self.text)} text prototypes.")
         return tuple(map(str, names))
@@ -207,23 +231,22 @@ class Features:
             return None
         if not all(having):
             raise FeatureError(f"{self.path}: shard {having.index(False)} has no labels, others have.")
-        labels = torch.cat([shard.get_tensor("labels") for shard in self._shards])
-        return _labels(labels, len(self), len(self.text), self.path)
+        counts = [rows.shape[0] for rows in self._rows]
+        pairs = zip(self._shards, counts, strict=True)
+        return torch.cat([_labels(self._tensor(s, "labels"), n, len(self.text), self.path) for s, n in pairs])
 
-    def _read_images(self) -> tuple[str, ...] | None:
-        """The paths that were encoded, in order, where the store says them; for showing only."""
-        found: list[str] = []
-        for shard in self._shards:
-            stored = (shard.metadata() or {}).get("images")
-            if stored is None:
+    def _read_each(self, key: str, kind: type, what: str) -> tuple[Any, ...] | None:
+        """What the metadata say of each image under a key, in order; None where a shard does not."""
+        found: list[Any] = []
+        for rows, facts in zip(self._rows, self._facts, strict=True):
+            if key not in facts:
                 return None
-            try:
-                paths = json.loads(stored)
-            except ValueError:
-                paths = None
-            if not isinstance(paths, list) or len(paths) != shard.get_slice("views").get_shape()[0]:
-                raise FeatureError(f"{self.path}: metadata 'images' is not a JSON list with one path for each image.")
-            found.extend(map(str, paths))
+            values = _json_list(facts[key], (kind,))
+            if values is not None and kind is str and not all(map(_is_name, values)):
+                values = None
+            if values is None or len(values) != rows.shape[0]:
+                raise FeatureError(f"{self.path}: metadata '{key}' is not a JSON list with one {what} for each image.")
+            found.extend(values)
         return tuple(found)
 
 
@@ -231,25 +254,66 @@ def _labels(labels: Tensor, images: int, classes: int, path: str | Path) -> Tens
     """Labels (N,) as int64, checked."""
     if labels.shape != (images,):
         raise FeatureError(f"{path}: labels must be ({images},), one for each image; got {tuple(labels.shape)}.")
-    if labels.is_floating_point() or not ((labels >= 0) & (labels < classes)).all():
+    whole = labels.long()
+    if labels.dtype not in WHOLE or not ((whole >= 0) & (whole < classes)).all():
         raise FeatureError(f"{path}: labels must be whole numbers from 0 to {classes - 1}.")
-    return labels.long()
+    return whole
 
 
 def _shard_paths(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
     index = path / INDEX
-    if not index.exists():
-        raise FeatureError(f"{path} is a folder without {INDEX}; it is not a feature store, or not finished.")
     try:
-        shards = json.loads(index.read_text())["shards"]
-        paths = [path / Path(name).name for name in shards]  # never a file elsewhere
-    except (ValueError, KeyError, TypeError):
-        raise FeatureError(f"{index} is not the index of a feature store.") from None
+        text = index.read_bytes()
+    except FileNotFoundError:
+        raise FeatureError(f"{path} is a folder without {INDEX}; it is not a feature store, or not finished.") from None
+    except OSError as problem:
+        raise FeatureError(f"Cannot read {index}: {problem.strerror or problem}.") from None
+    found = files.parse_json(text, index, FeatureError, dict)
+    shards = found.get("shards")
+    if found.get("format", FORMAT) != FORMAT or not isinstance(shards, list) or not all(map(_is_name, shards)):
+        raise FeatureError(f"{index} is not the index of a feature store.")
+    _check_version(index, found)
+    paths = [path / Path(name).name for name in shards]  # never a file elsewhere
     if not paths:
         raise FeatureError(f"{index} names no shards.")
     return paths
+
+
+def _check_version(path: Path, facts: Mapping[str, Any]) -> None:
+    """Refuse what another version of testtime wrote; a file made elsewhere says nothing."""
+    if (found := facts.get("version", VERSION)) != VERSION:
+        raise FeatureError(
+            f"{path} has format version {str(found)[:40]!r}, this program reads {VERSION}. "
+            "Use the version of testtime that wrote it, or encode again."
+        )
+
+
+def _json_list(text: str, kinds: tuple[type, ...]) -> list[Any] | None:
+    """A list of values of these kinds in JSON; None where it is anything else."""
+    try:
+        values = files.parse_json(text, "", FeatureError, list)
+    except FeatureError:
+        return None
+    return values if all(isinstance(value, kinds) and not isinstance(value, bool) for value in values) else None
+
+
+def _shown(names: Sequence[Any]) -> bool:
+    """Whether names can be written: none of them holds half of a character, as JSON can."""
+    try:
+        "".join(map(str, names)).encode()
+        return True
+    except UnicodeEncodeError:
+        return False
+
+
+def _is_name(name: object) -> bool:
+    """Whether this can be the name of a file, also one that is no UTF-8."""
+    try:
+        return isinstance(name, str) and b"\0" not in os.fsencode(name)
+    except UnicodeEncodeError:
+        return False
 
 
 def _shape(shard: Any, path: Path) -> tuple[int, int, int]:

@@ -23,7 +23,7 @@ from testtime.types import InputError
 def write_atomic(path: str | Path, content: bytes | str) -> Path:
     """Write a file that others see either as it was or complete: write aside, flush to disk, rename."""
     path = Path(path)
-    data = content.encode() if isinstance(content, str) else content
+    data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content  # names may be odd
     aside = _aside(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ from testtime.cells import CHUNK, Cell, Text
 from testtime.datasets import Dataset
 from testtime.engine import Session
 from testtime.evaluate import Plan, described, recipe_of
-from testtime.files import write_atomic
+from testtime.files import parse_json, write_atomic
 from testtime.ops import unit
 from testtime.report.queues import FEWEST, PLACED, Tracer, tsne
 from testtime.report.words import count
@@ -51,14 +51,13 @@ def run_queues(plan: Plan, dataset: Dataset, moments: Sequence[int] | None = Non
         raise InputError(f"Moments {chosen}: give numbers of images from 1 to {images}.")
     path = lab.path(cell).with_name(f"map-{'-'.join(map(str, chosen))}-{lab.path(cell).name}")
     if path.exists():
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parse_json(path.read_bytes(), f"{path} (remove it, and it is made again)", kind=dict)
     store = lab.store(cell.views, cell.seed)
     order = shuffled(len(store), cell.seed)
     task = lab.task(text)
     stream = (chunk.to(task.text.device) for chunk in store.chunks(order.tolist(), size=CHUNK))
     held = watch_queues(task, method, stream, chosen)
-    assert store.labels is not None  # a dataset has labels
-    labels, rows = store.labels[order], lab.rows(store)
+    labels, rows = lab.labels_of(store)[order], lab.rows(store)
     result = {
         "bench": "tsne",
         "title": "What the queues hold",

@@ -16,11 +16,12 @@ import torch
 
 from testtime import oracle as oracles
 from testtime import registry
-from testtime.cells import Lab, provenance
+from testtime.cells import Lab, Text, provenance
 from testtime.datasets import Dataset
+from testtime.encode import RECIPE
 from testtime.engine import Session
 from testtime.features import Features
-from testtime.files import write_atomic
+from testtime.files import parse_json, write_atomic
 from testtime.memory import Peak
 from testtime.methods.base import leaves
 from testtime.prompts import build_task
@@ -97,8 +98,11 @@ class Bench(NamedTuple):
 
     def features(self) -> Features:
         """The features of the images taken, shared with every other experiment of that limit in the folder."""
-        lab = Lab(self.folder, self.encoder, self.dataset, self.limit, report=self.report)
-        return lab.store(Views(self.views, self.augmix), self.seed)
+        return self.lab().store(Views(self.views, self.augmix), self.seed)
+
+    def lab(self) -> Lab:
+        """The dataset with the encoder, in the folder."""
+        return Lab(self.folder, self.encoder, self.dataset, self.limit, report=self.report)
 
 
 def run_systems(bench: Bench, systems: Sequence[System] = SYSTEMS, prompts: Path | None = None) -> list[dict[str, Any]]:
@@ -107,16 +111,19 @@ def run_systems(bench: Bench, systems: Sequence[System] = SYSTEMS, prompts: Path
     `prompts` are learned prompts (CoOp); without them, the systems that need them are left out with a reason.
     """
     _same_facts(bench)
-    store = bench.features()
+    store, lab = bench.features(), bench.lab()
     rows = {}
     # what tunes prompts takes a thousand times as long as the rest, so it comes last
     for system in sorted(systems, key=lambda system: registry.method_class(system.method).needs_tower):
         cell = bench.folder / "systems" / f"{system.name.lower().replace(' ', '')}.json"
-        if cell.exists():
-            row = json.loads(cell.read_text())
+        source = {"data": lab.data, "weights": lab.weights, "recipe": RECIPE}
+        source |= Text(learned=prompts).facts() if system.coop else {}
+        damaged = f"{cell} (remove it, and it is made again)"
+        row = parse_json(cell.read_bytes(), damaged, kind=dict) if cell.exists() else {}
+        if row.get("source") == source and "accuracy" in row:
             bench.report(f"{system.name}: done before")
         else:
-            row = _run(bench, store, system, prompts)
+            row = _run(bench, store, system, prompts) | {"source": source}
             if "skipped" not in row:  # what is missing may be there next time
                 write_atomic(cell, json.dumps(row, indent=1) + "\n")
             bench.report(f"{system.name}: {row.get('skipped') or format(100 * row['accuracy'], '.2f') + '%'}")
@@ -134,8 +141,7 @@ def _run(bench: Bench, store: Features, system: System, prompts: Path | None) ->
         session = Session(task, method)
     except MissingPart as reason:
         return head | {"skipped": str(reason)}
-    if store.labels is None:
-        raise InputError(f"{store.path} has no labels to score with.")
+    truth = bench.lab().labels_of(store)
     order = shuffled(len(store), bench.seed)
     correct, seconds = torch.zeros(len(oracles.WEIGHTS) if system.oracle else 1, dtype=torch.int64), 0.0
     loading = session.warm_up(store.views)  # before the clocks: it is done once, whichever system comes first
@@ -146,7 +152,7 @@ def _run(bench: Bench, store: Features, system: System, prompts: Path | None) ->
             seconds += time.perf_counter() - start
             if seconds > PATIENCE:
                 bench.report(f"{system.name}: {session.count} of {len(order)}")
-            labels = store.labels[rows]
+            labels = truth[rows]
             correct += method.correct(scores, labels) if system.oracle else (scores.argmax(1) == labels).sum()
     shown = oracles.described(method, correct, len(order)) if system.oracle else {}
     return head | {
@@ -180,10 +186,7 @@ def _same_facts(bench: Bench) -> None:
     if not path.exists():
         write_atomic(path, json.dumps(facts, indent=1) + "\n")
         return
-    try:
-        before = json.loads(path.read_text())
-    except ValueError:
-        raise InputError(f"{path} is damaged; remove {bench.folder} or give another --out.") from None
+    before = parse_json(path.read_bytes(), f"{path} (remove it, or give another --out)", kind=dict)
     if different := [key for key in facts if before.get(key) != facts[key]]:
         key = different[0]
         raise InputError(
