@@ -205,7 +205,7 @@ def test_features_that_cannot_be_used_are_an_error_in_its_turn(way: Way) -> None
 
 
 def test_unexpected_failure_is_raised(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
-    def bug(path: Path) -> Image.Image:
+    def bug(path: Path, admit: object) -> Image.Image:
         raise KeyError("a bug")
 
     monkeypatch.setattr("testtime.images.read_image", bug)
@@ -332,7 +332,7 @@ def test_images_are_read_side_by_side(way: Way, monkeypatch: pytest.MonkeyPatch,
     threads(2)
     both = threading.Barrier(2)
 
-    def slow(path: Path) -> Image.Image:
+    def slow(path: Path, admit: object) -> Image.Image:
         both.wait(30)  # for another that is read at the same time
         return photo(0)
 
@@ -344,7 +344,7 @@ def test_images_that_nobody_waits_for_are_not_read(monkeypatch: pytest.MonkeyPat
     go, read, readers = threading.Event(), [], workers(max(2, min(streams.READERS, os.cpu_count() or 1)))
     needed = streams.AHEAD + 1  # launches before the first is asked for, of one image each
 
-    def slow(path: Path) -> Image.Image:
+    def slow(path: Path, admit: object) -> Image.Image:
         read.append(path)
         assert len(read) <= needed or go.wait(30)
         return photo(0)

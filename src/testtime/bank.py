@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from testtime.ops import NOTHING
+
 
 class Bank(NamedTuple):
     keys: Tensor  # (C, K, D); an empty slot is zero
@@ -35,6 +37,7 @@ def push(bank: Bank, label: Tensor, feature: Tensor, cost: Tensor) -> Bank:
     [[inf, inf], [1.0, 2.0]]
     """
     slots = bank.cost.shape[1]
+    cost = cost.masked_fill(cost.abs() < NOTHING, 0)  # a tie, and no denormal
     if slots == 0 or (cost.is_cpu and not cost < bank.cost[label, -1]):
         return bank  # on the CPU looking at a number costs nothing, and a refusal then copies nothing
     index = label.reshape(1)  # rows are taken by a vector: a scalar index would be read back from the GPU

@@ -22,6 +22,7 @@ from torch import Tensor
 from testtime import registry
 from testtime.engine import Session
 from testtime.methods.base import leaves
+from testtime.steppers import open_stepper
 from testtime.synthetic import toy
 from testtime.types import FeatureError, Task
 
@@ -41,7 +42,8 @@ def _expect(kept: bool, promise: str) -> None:
 def finite_logits(method: Any, task: Task, stream: Tensor) -> None:
     """Logits are finite and of shape (C,) for one view, two views and many."""
     for views in {1, 2, stream.shape[1]}:
-        logits = Session(task, method).scan(stream[:, :views])
+        with torch.inference_mode():
+            logits = open_stepper(task, [method]).scan(stream[:, :views])[0]
         _expect(logits.shape == (len(stream), task.classes), f"logits of {views} views have shape (N, C)")
         _expect(bool(torch.isfinite(logits).all()), f"logits of {views} views are finite")
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
+import math
+import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -17,8 +21,21 @@ from torch import Tensor
 from testtime import files, registry
 from testtime.features import unit_views
 from testtime.interrupts import held_back
+from testtime.methods.base import leaves
 from testtime.steppers import Stepper, laid, laid_task, open_stepper
-from testtime.types import Encoder, InputError, Method, Prediction, StateError, StoredImage, Task, ViewPlan
+from testtime.types import (
+    MOST_VIEWS,
+    Encoder,
+    FeatureError,
+    InputError,
+    Method,
+    Prediction,
+    SettingError,
+    StateError,
+    StoredImage,
+    Task,
+    ViewPlan,
+)
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -29,18 +46,41 @@ if TYPE_CHECKING:
 FORMAT = "testtime.session"
 VERSION = "1"
 
+COUNTS = 2**53  # what is counted is less; up to there a float is exact too
+
+
+def _json(kind: type) -> Callable[[str], Any]:
+    return lambda text: files.parse_json(text, "it", StateError, kind)
+
+
+def _whole(least: int, end: int) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        if not least <= (number := int(text)) < end:
+            raise ValueError
+        return number
+
+    return read
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = _json(list)(text)
+    if not all(isinstance(name, str) for name in names):
+        raise ValueError
+    return tuple(names)
+
+
 # how each entry of a saved session's metadata is read
 READERS: dict[str, Callable[[str], Any]] = {
     "method": str,
-    "settings": lambda text: dict(json.loads(text)),
-    "classnames": lambda text: tuple(json.loads(text)),
+    "settings": _json(dict),
+    "classnames": _names,
     "encoder": str,
     "scale": float,
-    "views": int,
-    "augmix": lambda text: bool(json.loads(text)),
-    "seed": int,
-    "count": int,
-    "position": int,
+    "views": _whole(1, MOST_VIEWS + 1),
+    "augmix": _json(bool),
+    "seed": _whole(0, 2**64),
+    "count": _whole(0, COUNTS),
+    "position": _whole(0, COUNTS),
 }
 
 
@@ -54,6 +94,10 @@ class Session:
 
     `count` images have been answered. `position` is the index of the next one in the input, which counts those that
     could not be read too; an image's views are drawn by it.
+
+    Threads may share a session: calls take turns, and each meets the state whole. An answer that is not finite is an
+    InputError, and is not counted; where the image was learned from, the session then does and saves nothing more,
+    until it is reset.
 
     >>> import testtime as tt
     >>> task, stream, labels = tt.toy()
@@ -89,6 +133,8 @@ class Session:
         self.encoder = encoder
         self.plan = ViewPlan(views, augmix, seed, variations)
         self.reference = reference
+        self._turn = threading.RLock()
+        self._spoilt = ""  # why the state is not to be used
         self.reset()
 
     def __repr__(self) -> str:
@@ -96,49 +142,61 @@ class Session:
 
     def reset(self) -> None:
         """Forget the stream: back to before the first image."""
-        with torch.inference_mode(False):
-            self.state = self.method.init(self.task)
-        self.count = self.position = 0
+        with self._turn:
+            self.state = _begin(self.method, self.task)
+            self._infinite = {name: bool(part.isinf().any()) for name, part in _named("state", self._state)}
+            self.count = self.position = 0
 
     @property
     def state(self) -> Any:
         """What has been learned so far, as the method's own `step` takes and returns it."""
-        return self._state if self._stepper is None else self._stepper.snapshot()[0]
+        with self._turn:
+            return self._state if self._stepper is None else self._stepper.snapshot()[0]
 
     @state.setter
     def state(self, state: Any) -> None:
-        self._state = state
-        self._stepper: Stepper | None = None  # opened when the next image comes
+        with self._turn:
+            self._state, self._spoilt = state, ""
+            self._stepper: Stepper | None = None  # opened when the next image comes
 
     def fork(self) -> Session:
         """A second session that starts from here and learns on its own."""
-        twin = copy.copy(self)
-        twin.state = self.state
-        return twin
+        return copy.copy(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        with self._turn:
+            return {**vars(self), "_state": self.state, "_stepper": None, "_turn": None}
+
+    def __setstate__(self, members: dict[str, Any]) -> None:
+        vars(self).update(members, _turn=threading.RLock())  # a copy has turns of its own
 
     def step(self, image: Image | str | StoredImage | Tensor) -> Prediction:
         """Predict one image, then learn from it. A refused image leaves everything as it was."""
-        return self._advance(self._features(image))
+        with self._turn:
+            return self._advance(self._features(image))
 
     def predict(self, image: Image | str | StoredImage | Tensor) -> Prediction:
         """Predict one image from what has been learned so far, learning nothing."""
         views = self._features(image)
-        with torch.inference_mode():
-            logits = self._steps().peek(views)
-        return self._prediction(logits, torch.zeros(1, dtype=torch.bool), views)
+        with self._turn:
+            with torch.inference_mode():
+                logits = self._steps().peek(views)
+            return self._prediction(logits, torch.zeros(1, dtype=torch.bool), views)
 
     def warm_up(self, views: int | None = None) -> float:
         """Do now what is done once, for images of so many views: loading, compiling, capturing; the seconds it took."""
         start = time.perf_counter()
-        with torch.inference_mode():
+        with self._turn, torch.inference_mode():
             self._steps().warm_up(views or self.plan.total)
         return time.perf_counter() - start
 
     def scan(self, stream: Tensor) -> Tensor:
         """Logits (N, C) of a chunk of features (N, V, D), learning along the way; all or nothing."""
-        views = unit_views(stream, self.task.text, self.position)
-        with torch.inference_mode(), held_back():  # a stepper works in place
-            logits = self._steps().scan(views)[0]
+        with self._turn, held_back():  # a stepper works in place
+            views = unit_views(stream, self.task.text, self.position)
+            with torch.inference_mode(), self._spoiling():
+                logits = self._steps().scan(views)[0]
+                self._check_answers(logits)
             self.count += len(stream)
             self.position += len(stream)
         return logits.clone()  # out of inference mode: an ordinary tensor
@@ -150,18 +208,39 @@ class Session:
 
         A bad image goes to `on_error` and is left out; without it, the error is raised when its turn comes. Either way
         it has its place in the input: the views of those that follow do not depend on whether it could be read.
+
+        An interrupt that comes while an image is answered is raised when the next is asked for, or the run is closed:
+        there is an answer for every image that is counted. One that comes in the caller's turn is the caller's.
         """
         for entry in self._encoded(images):
             if entry.error is not None and on_error is not None:
                 self.position = entry.index + 1
                 on_error(entry.source, entry.error)
                 continue
-            views = entry.usable()
-            with held_back():  # whoever asked has the answer in hand before an interrupt is raised
-                yield entry.source, self._advance(views)
+            views, prediction, interrupt = entry.usable(), None, None
+            try:
+                with held_back():
+                    prediction = self._advance(views)
+            except BaseException as error:
+                if prediction is None:
+                    raise
+                interrupt = error
+            try:
+                yield entry.source, prediction
+            finally:
+                if interrupt is not None:
+                    raise interrupt
 
     def save(self, path: str | Path, extra: dict[str, str] | None = None) -> Path:
-        """Write everything needed to go on bit for bit, atomically. `extra` metadata is kept as it is."""
+        """Write everything needed to go on bit for bit, atomically. `extra` metadata is kept as it is.
+
+        A state that cannot be gone on from is refused, and the file left as it was.
+        """
+        with self._turn:
+            return self._save(path, extra or {})
+
+    def _save(self, path: str | Path, extra: dict[str, str]) -> Path:
+        self._check_sound(f" It was not written to {path}.")
         facts = {
             "format": FORMAT,
             "version": VERSION,
@@ -176,8 +255,11 @@ class Session:
             "count": str(self.count),
             "position": str(self.position),
         } | self.plan.facts()
-        tensors = {"task.text": self.task.text} | dict(_named("state", self.state))
-        return files.write_tensors(path, tensors, (extra or {}) | facts)
+        state = dict(_named("state", self.state))
+        for name, tensor in state.items():
+            if wrong := _wrong(tensor, self._infinite[name]):
+                raise StateError(f"'{name}' {wrong}, so the state cannot be used; it was not written to {path}.")
+        return files.write_tensors(path, {"task.text": self.task.text} | state, extra | facts)
 
     @classmethod
     def load(
@@ -196,8 +278,11 @@ class Session:
         if "task.text" not in file.keys():
             raise StateError(f"{path} lacks 'task.text'; it is damaged.")
         text = laid(file.get_tensor("task.text").to(device))
-        saved = Task(text, facts["classnames"], facts["scale"], facts["encoder"])
-        method = registry.make_method(facts["method"], None, facts["settings"])
+        try:
+            saved = Task(text, facts["classnames"], facts["scale"], facts["encoder"])
+            method = registry.make_method(facts["method"], None, facts["settings"])
+        except (FeatureError, SettingError, OverflowError) as error:
+            raise StateError(f"{path} is damaged: {error}") from None
         if encoder is not None and encoder.name != saved.encoder:
             raise StateError(f"{path} was made with encoder '{saved.encoder}', not '{encoder.name}'.")
         if task is not None:
@@ -209,28 +294,63 @@ class Session:
         if encoder is not None and before != now:
             raise StateError(f"{path} was made with variations {before}, not {now}; give the same.")
         session.state = _filled("state", session.state, file, path, device)
+        for name, tensor in _named("state", session.state):
+            if wrong := _wrong(tensor, session._infinite[name]):
+                raise StateError(f"{path} is damaged: '{name}' {wrong}. Go on from another state, or start anew.")
         session.count, session.position = facts["count"], facts["position"]
         return session
 
     def _steps(self) -> Stepper:
+        self._check_sound()
         if self._stepper is None:
             self._stepper = open_stepper(self.task, [self.method], [self._state], reference=self.reference)
         return self._stepper
 
     def _advance(self, views: Tensor) -> Prediction:
         """Predict and learn from unit views (V, D)."""
-        with torch.inference_mode(), held_back():
-            logits, learned = self._steps().step(views)
+        with self._turn, held_back():
+            with self._spoiling():
+                with torch.inference_mode():
+                    logits, learned = self._steps().step(views)
+                prediction = self._prediction(logits, learned, views)
             self.count += 1
             self.position += 1
-        return self._prediction(logits, learned, views)
+        return prediction
 
     def _prediction(self, logits: Tensor, learned: Tensor, views: Tensor) -> Prediction:
         """The answer of logits (1, C): fetched from the device at once, with all that goes with them."""
         with torch.inference_mode():
-            parts = torch.cat([logits[0], self.task.zero_shot(views[0]), learned.to(logits)])
-        answer, frozen, learns = parts.cpu().split([logits.shape[1], self.task.classes, 1])
-        return Prediction.of(self.task, self.method, answer.clone(), frozen, bool(learns))
+            parts = torch.cat([logits[0], self.task.zero_shot(views[0]), learned.to(logits)]).cpu()
+        self._check_answers(parts[None])
+        answer, frozen, learns = parts.split([logits.shape[1], self.task.classes, 1])
+        prediction = Prediction.of(self.task, self.method, answer.clone(), frozen, bool(learns))
+        if not math.isfinite(prediction.confidence):  # probabilities may overflow where logits do not
+            raise self._endless(0)
+        return prediction
+
+    def _check_answers(self, logits: Tensor) -> None:
+        """Refuse logits (N, C) that are not finite."""
+        if not torch.isfinite(logits).all():
+            raise self._endless(int((~torch.isfinite(logits)).any(1).nonzero()[0]))
+
+    def _endless(self, row: int) -> _NotFinite:
+        return _NotFinite(
+            f"Method '{self.method.name}' gives NaN or infinity for image {self.position + row}. Give it settings and "
+            "a logit scale of ordinary size, and start anew or from a state saved before."
+        )
+
+    @contextmanager
+    def _spoiling(self) -> Iterator[None]:
+        """Remember that an answer was not finite, since the state has moved on with it."""
+        try:
+            yield
+        except _NotFinite as error:
+            self._spoilt = str(error)
+            raise
+
+    def _check_sound(self, then: str = "") -> None:
+        if self._spoilt:
+            raise StateError(f"{self._spoilt}{then}")
 
     def _features(self, image: Any) -> Tensor:
         """Unit views (V, D) of the next image."""
@@ -241,6 +361,45 @@ class Session:
         from testtime.encoding.stream import stream  # Pillow is loaded only where there are images
 
         return stream(self.encoder, images, self.plan, indices=count(self.position), like=self.task.text)
+
+
+class _NotFinite(InputError):
+    """An answer holds NaN or infinity."""
+
+
+def _begin(method: Method, task: Task) -> Any:
+    """The state before the first image; one that would fill the memory is refused before it is made."""
+    shapes = copy.copy(task)
+    object.__setattr__(shapes, "text", task.text.to("meta"))
+    with torch.inference_mode(False):
+        try:
+            size = sum(leaf.nbytes for leaf in leaves(method.init(shapes)))
+        except (NotImplementedError, RuntimeError):
+            size = 0  # a method that looks at its numbers shows when it is made
+        if size > (most := _memory(task.text.device)):
+            raise SettingError(
+                f"Method '{method.name}' would keep {size / 1e9:,.0f} GB for {task.classes:,} classes, and there are "
+                f"{most / 1e9:,.0f}; give it smaller queues, caches or memories."
+            )
+        return method.init(task)
+
+
+def _memory(device: torch.device) -> int:
+    """Bytes that a device has in all."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _wrong(tensor: Tensor, infinite: bool) -> str:
+    """What no method leaves in a tensor of its state; infinity is right only where the state begins with some."""
+    if not tensor.is_floating_point():
+        return "" if ((tensor >= 0) & (tensor < COUNTS)).all() else "holds what is no count"
+    if tensor.isfinite().all():
+        return ""
+    if tensor.isnan().any():
+        return "holds NaN"
+    return "" if infinite and not tensor.isneginf().any() else "holds infinity"
 
 
 def _named(prefix: str, state: Any) -> Iterator[tuple[str, Tensor]]:
@@ -283,9 +442,13 @@ def _facts(file: Any, path: Any) -> dict[str, Any]:
     for key, read in READERS.items():
         try:
             facts[key] = read(stored[key])
-        except (ValueError, TypeError, KeyError):
-            raise StateError(f"{path} is damaged: its metadata '{key}' is {stored.get(key)!r}.") from None
+        except (ValueError, TypeError, KeyError, StateError):
+            raise StateError(f"{path} is damaged: its metadata '{key}' is {_short(stored.get(key))}.") from None
     return facts
+
+
+def _short(text: str | None) -> str:
+    return repr(text if text is None or len(text) <= 60 else text[:60] + "...")
 
 
 def _same_task(path: Any, saved: Task, given: Task) -> None:

@@ -148,6 +148,8 @@ def open_tensors(path: str | Path, error: type[InputError] = InputError) -> Any:
         raise error(f"{path} is a folder; a .safetensors file is needed.")
     if not path.exists():
         raise error(f"No file {path}.")
+    if not path.is_file():
+        raise error(f"{path} is a pipe or a device; a .safetensors file is needed.")
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as problem:

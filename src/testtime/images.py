@@ -6,10 +6,11 @@ import codecs
 import glob
 import io
 import os
+import stat
 import sys
 import threading
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,9 +18,12 @@ from typing import Any, BinaryIO
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from testtime.regular import read_bytes
 from testtime.types import ImageError, InputError, StoredImage
 
-MAX_PIXELS = 200_000_000  # 600 MB once decoded; a header can promise far more in a few bytes
+MAX_PIXELS = 200_000_000  # an image has no more, wherever it is from; a header can promise far more in a few bytes
+ORDINARY = 2**24  # pixels up to which Pillow's own limit is no matter
+PIXEL = 12  # bytes that a pixel takes at most while an image is decoded, turned and brought to RGB
 
 IMAGE_SUFFIXES = (".avif", ".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 LIST_SUFFIXES = (".lst", ".txt")
@@ -28,41 +32,79 @@ LIST_SUFFIXES = (".lst", ".txt")
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "MPO", "PNG", "PPM", "TIFF", "WEBP")
 
 
-def read_image(source: str | Path | StoredImage | bytes | BinaryIO) -> Image.Image:
+def read_image(
+    source: str | Path | StoredImage | bytes | BinaryIO, admit: Callable[[tuple[int, int]], object] | None = None
+) -> Image.Image:
     """The image in a file, in RGB, upright by its EXIF orientation, fully loaded; the first frame of several.
 
     Transparency is dropped and not composited, as in CLIP's own `convert("RGB")`. `info["path"]` is the path, or the
     name of a stored image, where there is one. Whatever is wrong with the file is an ImageError; more than
-    `MAX_PIXELS` are noticed before decoding.
+    `MAX_PIXELS` are noticed before decoding. `admit` hears width and height once they are known, and may wait, or raise
+    what it likes: nothing is decoded before.
     """
     if not isinstance(source, (str, bytes, StoredImage)) and not hasattr(source, "read"):
         raise ImageError(f"Expected a path, bytes or an open file; got {type(source).__name__}.")
-    name = _name(source)
+    name, refused = name_of(source), None
+    file: Any = source
     try:
-        if isinstance(source, bytes):
-            return _decode(io.BytesIO(source))
-        if isinstance(source, (str, Path)):
-            with open(source, "rb") as file:
-                image = _decode(file)
-        elif isinstance(source, StoredImage):
-            image = _decode(io.BytesIO(source.read_bytes()))
-        else:
-            return _decode(source)
-        image.info["path"] = str(source)
-        return image
+        file = _file(source)
+        with _pillow_limits():
+            image = _header(file)
+            if admit is not None:
+                try:
+                    admit(image.size)
+                except BaseException as error:
+                    refused = error
+                    raise
+            image.load()
+            upright = _upright(image)
+            Image.Image.close(image)  # its pixels, which are as many, but not its file
+            result = as_rgb(upright)
+        if file is not source and not isinstance(source, bytes):
+            result.info["path"] = str(source)
+        return result
     # Pillow's decoders raise nearly anything on a damaged file: SyntaxError, struct.error, KeyError, ...
     except Exception as error:
+        if error is refused:
+            raise
         raise ImageError(f"{name}: {_wrong(error)}") from error
+    finally:
+        if file is not source:
+            file.close()
 
 
-def _decode(file: BinaryIO) -> Image.Image:
-    with _pillow_limits():
-        Image.init()
-        with Image.open(file, formats=[name for name in FORMATS if name in Image.OPEN]) as image:
-            if image.width * image.height > MAX_PIXELS:
-                raise Image.DecompressionBombError
-            image.load()
-            return as_rgb(_upright(image))
+def _file(source: Any) -> BinaryIO:
+    """A source opened; what is a path but no regular file is refused at once, where a pipe would be waited for."""
+    if isinstance(source, bytes):
+        return io.BytesIO(source)
+    if not isinstance(source, (str, Path)):
+        return io.BytesIO(source.read_bytes()) if isinstance(source, StoredImage) else source
+    descriptor = os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(kind := os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise IsADirectoryError if stat.S_ISDIR(kind) else _NoFile
+    return open(descriptor, "rb")
+
+
+def _header(file: BinaryIO) -> Image.Image:
+    Image.init()
+    image = Image.open(file, formats=[name for name in FORMATS if name in Image.OPEN])
+    if image.width * image.height > MAX_PIXELS:
+        raise Image.DecompressionBombError
+    return image
+
+
+class _NoFile(Exception):
+    """A path leads to a pipe, a socket or a device."""
+
+
+@contextmanager
+def blamed(name: str) -> Iterator[None]:
+    """Say what is wrong with the file of that name, whatever it is."""
+    try:
+        yield
+    except Exception as error:
+        raise ImageError(f"{name}: {_wrong(error)}") from error
 
 
 def _upright(image: Image.Image) -> Image.Image:
@@ -73,14 +115,14 @@ def _upright(image: Image.Image) -> Image.Image:
         return image.copy()
 
 
-def _name(source: object) -> str:
+def name_of(source: object) -> str:
     """What to call a source in a message."""
     if isinstance(source, (str, StoredImage)):
         return _line(source) or "''"
     if isinstance(source, bytes):
         return f"image of {len(source):,} bytes"
-    name = getattr(source, "name", None)
-    return _line(name) if isinstance(name, (str, Path)) else "image"
+    name = getattr(source, "name", None) or getattr(source, "filename", None)
+    return _line(name) if isinstance(name, (str, Path)) and name else "image"
 
 
 def _wrong(error: Exception) -> str:
@@ -90,6 +132,8 @@ def _wrong(error: Exception) -> str:
             return "no such file."
         case IsADirectoryError():
             return "is a folder; give an image file in it."
+        case _NoFile():
+            return "is a pipe, a socket or a device; give an image file."
         case PermissionError():
             return "may not be read (permission denied)."
         case Image.DecompressionBombError():
@@ -117,6 +161,8 @@ _before: tuple[Any, int | None] | None = None  # the warning filters and Pillow'
 def _pillow_limits() -> Iterator[None]:
     """While any thread is inside, Pillow refuses above MAX_PIXELS and does not warn; then all is as it was.
 
+    Pillow asks for its limit when it opens a file, and again when it cuts a box out of an image.
+
     Both are settings of the whole process. Threads that each set them back could restore what another had
     set, so the first to enter sets them and the last to leave sets them back.
     """
@@ -141,6 +187,26 @@ def _pillow_limits() -> Iterator[None]:
                 _before = None
 
 
+def cut(image: Image.Image, box: tuple[int, int, int, int]) -> Image.Image:
+    """A box of an image (left, top, right, bottom), also where it is larger than Pillow likes files to be."""
+    left, top, right, bottom = box
+    if (right - left) * (bottom - top) <= min(ORDINARY, Image.MAX_IMAGE_PIXELS or ORDINARY):
+        return image.crop(box)
+    with _pillow_limits():
+        return image.crop(box)
+
+
+def seen(image: Image.Image) -> Image.Image:
+    """The image in RGB, if there is something to see, and not more than MAX_PIXELS."""
+    if not image.width or not image.height:
+        raise ImageError(f"An image of {image.width} x {image.height} pixels has nothing to see.")
+    if image.width * image.height > MAX_PIXELS:
+        raise ImageError(f"An image of {image.width} x {image.height} pixels {_wrong(Image.DecompressionBombError())}")
+    with blamed(name_of(image)):
+        image.load()  # it may be a file that Pillow has not read yet
+        return as_rgb(image)
+
+
 def as_rgb(image: Image.Image) -> Image.Image:
     """The image in RGB: itself where it is already.
 
@@ -150,12 +216,16 @@ def as_rgb(image: Image.Image) -> Image.Image:
     if image.mode == "RGB":
         return image
     if image.mode == "I" or image.mode.startswith("I;16"):
-        deep = np.asarray(image).astype(np.int32).clip(0, 65535)
-        return Image.fromarray(((deep + 128) // 257).astype(np.uint8)).convert("RGB")
+        deep = np.asarray(image).astype(np.int32)
+        np.clip(deep, 0, 65535, out=deep)  # in place, as what follows: an image may be large
+        deep += 128
+        deep //= 257
+        return Image.fromarray(deep.astype(np.uint8)).convert("RGB")
     if image.mode == "F":
         real = np.nan_to_num(np.asarray(image), nan=0.0)
-        real = real * 255 if real.max(initial=0) <= 1 else real
-        return Image.fromarray(real.clip(0, 255).round().astype(np.uint8)).convert("RGB")
+        if real.max(initial=0) <= 1:
+            real *= 255
+        return Image.fromarray(real.clip(0, 255, out=real).round(out=real).astype(np.uint8)).convert("RGB")
     if image.mode in ("P", "PA", "RGBa", "La"):  # by way of RGBA: directly Pillow warns, or cannot
         image = image.convert("LA" if image.mode == "La" else "RGBA")
     return image.convert("RGB")
@@ -173,12 +243,12 @@ def find_images(source: str | Path, stdin: Iterable[str] | None = None) -> list[
     """
     text = str(source)
     if text == "-":
-        return _listed(sys.stdin if stdin is None else stdin, "standard input", Path())
+        return _listed(_standard_input() if stdin is None else stdin, "standard input", Path())
     if not text:
         raise InputError("No images given: an empty path. Give a folder, a pattern, a file, a list or '-'.")
     path = Path(source)
     if os.path.isdir(path):
-        return _sorted_images(_walk(path, (os.path.realpath(path),)), f"in {text!r}")
+        return _sorted_images(_walk(path), f"in {text!r}")
     if os.path.exists(path):
         if path.suffix.lower() not in LIST_SUFFIXES:
             return [path]
@@ -226,27 +296,41 @@ def _sorted_images(paths: Iterable[Path], where: str) -> list[Path]:
     return [found[name] for name in sorted(found)]
 
 
-def _walk(here: Path, above: tuple[str, ...]) -> Iterator[Path]:
-    """Files below a folder; links to folders are followed, except back to one of those `above`."""
-    try:
-        entries = [entry for entry in os.scandir(here) if not entry.name.startswith(".")]
-    except OSError as error:
-        raise InputError(f"Cannot list the folder {str(here)!r}: {error.strerror}.") from error
-    for entry in entries:
-        path = here / entry.name
-        if os.path.isdir(path):
-            real = os.path.realpath(path)
-            if real not in above:
-                yield from _walk(path, (*above, real))
-        elif os.path.isfile(path):
-            yield path
+def _walk(top: Path) -> Iterator[Path]:
+    """Files below a folder; links to folders are followed, except back to one that they lie in."""
+    waiting: list[tuple[Path, tuple[str, ...]]] = [(top, (os.path.realpath(top),))]
+    while waiting:
+        here, above = waiting.pop()
+        try:
+            names = [entry.name for entry in os.scandir(here) if not entry.name.startswith(".")]
+        except OSError as error:
+            raise InputError(f"Cannot list the folder {str(here)!r}: {error.strerror}.") from error
+        for name in names:
+            path = here / name
+            if os.path.isdir(path):
+                real = os.path.realpath(path) if os.path.islink(path) else os.path.join(above[-1], name)
+                if real not in above:
+                    waiting.append((path, (*above, real)))
+            elif os.path.isfile(path):
+                yield path
 
 
 def _lines(path: Path) -> list[str]:
     try:
-        data = path.read_bytes()
+        return _decoded(read_bytes(path))
     except OSError as error:
         raise InputError(f"Cannot read the list {str(path)!r}: {error.strerror}.") from error
+
+
+def _standard_input() -> Iterable[str]:
+    try:
+        data = getattr(sys.stdin, "buffer", sys.stdin).read()
+    except (AttributeError, ValueError):  # there is none, or it is closed
+        raise InputError("Nothing can be read from standard input: it is closed. Give a folder or a list.") from None
+    return _decoded(data) if isinstance(data, bytes) else data.split("\n")
+
+
+def _decoded(data: bytes) -> list[str]:
     # PowerShell writes UTF-16; file names that are not UTF-8 come through as the system hands them out
     wide = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     text = data.decode("utf-16", "replace") if wide else data.decode("utf-8-sig", "surrogateescape")

@@ -60,7 +60,10 @@ def confident(logits: Tensor, fraction: float) -> Tensor:
     """Indices of the views of lowest entropy, most confident first: (V, C) -> (kept,)."""
     if len(logits) == 1:
         return torch.zeros(1, dtype=torch.int64, device=logits.device)
-    return entropy(logits).argsort(stable=True)[: kept(len(logits), fraction)]
+    doubt = entropy(logits)
+    # what is next to nothing is a tie: in such numbers, where they become denormals, no two ways of summing agree
+    doubt = doubt.masked_fill(doubt < NOTHING, 0)
+    return doubt.argsort(stable=True)[: kept(len(logits), fraction)]
 
 
 def confident_mean(views: Tensor, logits: Tensor, fraction: float) -> tuple[Tensor, Tensor]:

@@ -143,6 +143,9 @@ class Prediction:
         )
 
 
+MOST_VIEWS = 10_000  # 6 GB of pixels at 224 a side
+
+
 @dataclass(frozen=True)
 class ViewPlan:
     """Which views an image gets: itself, `count - 1` random crops, and with `variations` as many of these.
@@ -158,6 +161,8 @@ class ViewPlan:
     def __post_init__(self) -> None:
         if self.count < 1:
             raise InputError(f"views={self.count}: at least the image itself is needed, so 1 or more.")
+        if self.count > MOST_VIEWS:
+            raise InputError(f"views={self.count}: more than {MOST_VIEWS:,} of one image would fill the memory.")
 
     @property
     def total(self) -> int:

@@ -18,7 +18,7 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from testtime.images import as_rgb
+from testtime.images import cut, seen
 from testtime.types import InputError
 
 RATIO = (3 / 4, 4 / 3)  # width over height of a random crop
@@ -245,7 +245,7 @@ def _crop(image: Image.Image, crop: CropParameters, size: int) -> Image.Image:
     """One random resized crop, bilinear whatever the model's own filter is, as torchvision's default."""
     top, left, height, width, flip = crop
     # not `resize(box=...)`: its filter would reach for pixels outside the box
-    view = image.crop((left, top, left + width, top + height)).resize((size, size), FILTERS["bilinear"])
+    view = cut(image, (left, top, left + width, top + height)).resize((size, size), FILTERS["bilinear"])
     return view.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if flip else view
 
 
@@ -280,9 +280,7 @@ def _checked(image: Image.Image) -> Image.Image:
     """The image in RGB."""
     if not isinstance(image, Image.Image):
         raise InputError(f"Expected a Pillow image, as from read_image; got {type(image).__name__}.")
-    if not image.width or not image.height:
-        raise InputError(f"An image of {image.width} x {image.height} pixels has nothing to see.")
-    return as_rgb(image)
+    return seen(image)
 
 
 def _unit(image: Image.Image) -> Tensor:

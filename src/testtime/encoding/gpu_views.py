@@ -26,7 +26,7 @@ from torch import Tensor
 from testtime import views as plain
 from testtime.capture import reason, warn_once
 from testtime.encoding.draw import Drawn, draw, entries
-from testtime.images import as_rgb
+from testtime.images import MAX_PIXELS, seen
 from testtime.types import InputError
 from testtime.views import CHAINS, Operation, Preprocess, ViewParameters
 
@@ -66,12 +66,12 @@ def as_picture(image: Image.Image | Tensor) -> Tensor:
     if isinstance(image, Tensor):
         if image.ndim != 3 or image.shape[2] != 3 or image.dtype != torch.uint8 or 0 in image.shape:
             raise InputError(f"Pixels must be (H, W, 3) uint8; got {image.dtype} {tuple(image.shape)}.")
+        if image.shape[0] * image.shape[1] > MAX_PIXELS:
+            raise InputError(f"Pixels {tuple(image.shape)} are more than {MAX_PIXELS:,}; scale them down first.")
         return image
     if not isinstance(image, Image.Image):
         raise InputError(f"Expected a Pillow image or pixels; got {type(image).__name__}.")
-    if not image.width or not image.height:
-        raise InputError(f"An image of {image.width} x {image.height} pixels has nothing to see.")
-    return torch.from_numpy(np.array(as_rgb(image)))
+    return torch.from_numpy(np.array(seen(image)))
 
 
 def grey_views(

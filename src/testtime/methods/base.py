@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from testtime.types import SettingError, Task
+
+LARGEST = 2**31  # of whole numbers among settings, so that sizes made of them can be told
 
 
 @dataclass(frozen=True)
@@ -38,9 +40,10 @@ class Base:
                     value,
                     "must be a whole number",
                 )
+                require(abs(value) < LARGEST, name, value, f"must be below {LARGEST:,}")
             elif kind is float:
                 plain = isinstance(value, int | float) and not isinstance(value, bool)
-                require(plain and math.isfinite(value), name, value, "must be a finite number")
+                require(plain and abs(value) <= sys.float_info.max, name, value, "must be a finite number")
 
     def init(self, task: Task) -> Any:
         """The state before the first image."""

@@ -9,6 +9,8 @@ of several runs of the same method under different settings, and moves them alon
     gpu/dpe.py       DPE's steps as kernels of its own, captured
 
 `forms.py` lists what each fast one understands. Each is held to the plain one, one step at a time from the same state.
+Ties go to the lower index in all of them. But what hangs on the last digit, such as which of two prototypes an image
+halfway between is nearer to, they may decide otherwise, each the same every time.
 
 What is promised on the CPU: on the same machine, with the same versions and the same number of threads, a run that is
 snapshot, saved, loaded and resumed anywhere gives the same bits as one that was not. For this every tensor that takes
@@ -90,8 +92,13 @@ def form_of(task: Task, method: Any) -> Form | None:
     """The fast stepper that understands the method on the task's device; None: its own steps, captured on a GPU."""
     for form in FORMS:
         if form.device == task.text.device.type and find_spec(form.needs) and understood(form, method):
-            return form if _asked(form, "fits", task, True) else None
+            return form if _asked(form, "fits", task, True) and _distinct(task) else None
     return None
+
+
+def _distinct(task: Task) -> bool:
+    """Whether there is anything to tell apart: otherwise every image ties, and rounding alone would decide."""
+    return not task.text.is_cpu or bool((task.text != task.text[0]).any())
 
 
 def together(task: Task, method: Any) -> Hashable:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from testtime.methods.dmn import DMN, State
-from testtime.steppers.cpu.loops import Array, ByImage, compiled, copied, dot, owned, unchanged
+from testtime.steppers.cpu.loops import Array, ByImage, compiled, copied, dot, owned, rounded, unchanged
 from testtime.types import Task
 
 
@@ -49,7 +49,7 @@ class Stepper(ByImage):
                 learned.append(remember(*memory, label, clean, entropy.numpy()[()]))
                 # 2. the class vectors that this image reads from it
                 features, _, used = memory
-                numbers = (row.dtype.type(number) for number in (method.beta, task.scale))
+                numbers = (rounded(number, row.dtype.type) for number in (method.beta, task.scale))
                 read(features, used, self.text, clean, cosine.numpy(), *numbers, row)
         # 3. both classifiers
         scores = [

@@ -25,7 +25,7 @@ from testtime.methods.dpe import DPE, State
 from testtime.steppers import example, forms, laid, laid_rows
 from testtime.steppers.cpu import dpe_loops, gemm, loops
 from testtime.steppers.cpu.dpe_loops import Kept, Room, Settings, Side
-from testtime.steppers.cpu.loops import Array, aligned, owned
+from testtime.steppers.cpu.loops import Array, aligned, owned, rounded
 from testtime.types import Task
 
 # Multiplications of a step from which it is spread over threads. With fewer (100 classes and 64 views are 18 million),
@@ -82,11 +82,11 @@ class Run:
     def __init__(self, task: Task, method: DPE, state: State) -> None:
         self.method = method
         self.real = real = task.text.numpy().dtype.type
-        numbers = {name: real(values[0]) for name, values in forms.numbers(task, [method])._asdict().items()}
+        numbers = {name: rounded(values[0], real) for name, values in forms.numbers(task, [method])._asdict().items()}
         if not method.steps:
             numbers |= dict.fromkeys(("align_weight", "lr_text", "lr_visual"), real(0))
         self.settings = Settings(
-            scale=real(task.scale),
+            scale=rounded(task.scale, real),
             alpha=numbers["alpha"],
             beta=numbers["beta"],
             entropy_weight=numbers["entropy_weight"],
@@ -114,7 +114,7 @@ class Run:
             columns=_columns(state.visual if pulled else state.visual[:0, :0]),
             keys=owned(state.queue.keys),
             cost=owned(state.queue.cost),
-            height=numbers["alpha"] * seen,
+            height=np.where(seen, numbers["alpha"], real(0)),
             seen=seen,
             updates=np.array([int(state.updates)]),
             stale=np.array([pulled]),

@@ -192,7 +192,8 @@ def _spikes(start: int, stop: int, room: Room) -> None:
         row = room.logits[v]
         for c in range(len(row)):
             row[c] *= room.factor[c]
-        room.top[v], room.total[v], room.entropy[v] = spike(row)
+        room.top[v], room.total[v], entropy = spike(row)
+        room.entropy[v] = 0 if entropy < NOTHING else entropy
 
 
 @compiled
@@ -282,7 +283,7 @@ def _nudge(
         for d in range(out.shape[1]):
             start = vectors[c, d]
             out[0, d] = _nudged(start, weight * feature[d] - along * start, eps, rate)
-    over = probe.dtype.type(1 / math.sqrt(dot_rows(out, 0, out, 0)))
+    over = probe.dtype.type(1 / max(math.sqrt(dot_rows(out, 0, out, 0)), 1e-12))  # a zero row stays zero
     return over, dot_rows(out, 0, probe, 0) * over
 
 

@@ -22,6 +22,8 @@ from numba.extending import intrinsic, overload
 from numpy.typing import NDArray
 from torch import Tensor
 
+from testtime.capture import warn_once
+from testtime.ops import NOTHING
 from testtime.steppers import ALIGNMENT, example, laid
 from testtime.types import Task
 
@@ -35,6 +37,15 @@ LINE = ALIGNMENT  # bytes of a cache line
 # a compiler may take in its own order differ in the last bit; so did a run whose loops were just compiled from one that
 # found them on disk. What must be quick is written so that it can become vector instructions as it stands.
 OPTIONS: dict[str, Any] = {"cache": True, "nogil": True, "error_model": "numpy"}
+try:
+    njit(**OPTIONS)(lambda: None)  # numba looks for a place now, and compiles nothing yet
+except RuntimeError:
+    # not in a temporary folder instead: what lies there others may have written, and numba would run it
+    OPTIONS["cache"] = False
+    warn_once(
+        "Compiled loops cannot be kept on disk, and are compiled anew in every process, for about a minute. "
+        "Set NUMBA_CACHE_DIR to a folder of yours that can be written."
+    )
 compiled = njit(**OPTIONS)
 # over threads, and only where it says prange
 ELSE = ("comprehension", "fusion", "inplace_binop", "numpy", "reduction", "setitem", "stencil")
@@ -74,6 +85,12 @@ def aligned(*shape: int, dtype: Any) -> Array:
     memory = np.empty(size + LINE, np.uint8)
     start = -memory.ctypes.data % LINE
     return memory[start : start + size].view(dtype).reshape(shape)
+
+
+def rounded(value: float, real: Any) -> Any:
+    """A number in a precision, infinite where it is too large, as torch has it: answers then say so."""
+    with np.errstate(over="ignore"):
+        return real(value)
 
 
 def owned(tensor: Tensor) -> Array:
@@ -354,6 +371,12 @@ def spike(logits: Array) -> tuple[Any, float, float]:
 
 
 @compiled
+def settled(price: float) -> float:
+    """A price, or 0 for what is next to nothing."""
+    return price * 0 if abs(price) < NOTHING else price
+
+
+@compiled
 def rank(costs: Array, price: float) -> int:
     """Where a price belongs in a sorted row (M,): behind its equals; -1 if not below the last, which falls out."""
     place = len(costs) - 1
@@ -374,6 +397,7 @@ def make_room(rows: Array, place: int) -> None:
 @compiled
 def push(keys: Array, cost: Array, label: int, feature: Array, price: float) -> bool:
     """Offer a bank's row one feature (D,), as `bank.push` does; whether it was taken."""
+    price = settled(price)
     place = rank(cost[label], price)
     if place >= 0:
         make_room(cost[label], place)

@@ -35,6 +35,8 @@ from testtime.steppers.cpu.loops import (
     owned,
     push,
     rank,
+    rounded,
+    settled,
     unchanged,
 )
 from testtime.types import Task
@@ -74,7 +76,9 @@ class Stepper(ByImage):
     def __init__(self, task: Task, methods: Sequence[TDA], states: Sequence[State]) -> None:
         self.task, self.methods = task, methods
         real = task.text.numpy().dtype.type
-        self.numbers = [Numbers(*(real(getattr(method, name)) for name in Numbers._fields)) for method in methods]
+        self.numbers = [
+            Numbers(*(rounded(getattr(method, name), real) for name in Numbers._fields)) for method in methods
+        ]
         self.restore(states)
 
     def _step(self, views: Tensor, looks: bool) -> tuple[Tensor, list[bool]]:
@@ -174,6 +178,7 @@ def push_negative(
     upper: float,
 ) -> bool:
     """`push` for a negative cache, whose items also hold probabilities (C,) and list the classes between the bounds."""
+    price = settled(price)
     place = rank(cost[label], price)
     if place >= 0:
         make_room(cost[label], place)
