@@ -15,8 +15,7 @@ from testtime.methods.dpe import DPE
 from testtime.methods.tda import TDA
 from testtime.methods.tpt import TPT
 from testtime.methods.zeroshot import ZeroShot
-from testtime.recipes import Views
-from testtime.types import InputError
+from testtime.types import InputError, ViewPlan
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +32,7 @@ def lab(tmp_path, encoder) -> Lab:
 def test_a_cell_is_the_score_of_a_session_over_the_shuffled_store(lab) -> None:
     cell = Cell(DPE(), seed=3)
     result = run_cells(lab, [cell])[0]
-    store = lab.store(Views(), 3)
+    store = lab.store(ViewPlan(), 3)
     order = torch.randperm(len(store), generator=torch.Generator().manual_seed(3))
     logits = tt.Session(lab.task(Text()), DPE()).scan(torch.cat(list(store.chunks(order.tolist()))))
     assert store.labels is None  # which may be corrected: they are the dataset's
@@ -53,7 +52,7 @@ def test_results_hold_no_times_and_times_lie_apart(lab) -> None:
     assert not {"seconds", "machine", "torch"} & record.keys()
     note = cells.timing(lab, lab.path(Cell(ZeroShot())).stem)
     assert note is not None and note["seconds"] > 0 and note["together"] == 1
-    assert cells.timing(lab, f"encode-{lab.store_path(Views(), 1).name}")["images"] == 12
+    assert cells.timing(lab, f"encode-{lab.store_path(ViewPlan(), 1).name}")["images"] == 12
     assert cells.timing(lab, "nothing") is None
 
 
@@ -65,8 +64,8 @@ def test_whatever_a_result_depends_on_makes_another_cell(lab, tmp_path) -> None:
         Cell(DPE(alpha=1.0)),
         Cell(TDA()),
         Cell(DPE(), seed=2),
-        Cell(DPE(), views=Views(2)),
-        Cell(DPE(), views=Views(2, True)),
+        Cell(DPE(), views=ViewPlan(2)),
+        Cell(DPE(), views=ViewPlan(2, True)),
         Cell(DPE(), Text(("a {}.",))),
         Cell(DPE(), Text(descriptions=described)),
     ]
@@ -79,18 +78,18 @@ def test_whatever_a_result_depends_on_makes_another_cell(lab, tmp_path) -> None:
 
 
 def test_one_view_needs_one_store_for_every_seed_and_several_need_their_own(lab) -> None:
-    assert lab.store_path(Views(), 1) == lab.store_path(Views(), 2)
-    assert lab.store_path(Views(4), 1) != lab.store_path(Views(4), 2)
-    assert lab.store_path(Views(4), 1) != lab.store_path(Views(4, True), 1)
+    assert lab.store_path(ViewPlan(), 1) == lab.store_path(ViewPlan(), 2)
+    assert lab.store_path(ViewPlan(4), 1) != lab.store_path(ViewPlan(4), 2)
+    assert lab.store_path(ViewPlan(4), 1) != lab.store_path(ViewPlan(4, True), 1)
     run_cells(lab, [Cell(ZeroShot(), seed=seed) for seed in (1, 2)])
     assert len(list((lab.folder / "stores").iterdir())) == 1
 
 
 def test_features_are_found_again_however_the_folder_is_spelled(lab, tmp_path, monkeypatch) -> None:
-    lab.store(Views(), 1)
+    lab.store(ViewPlan(), 1)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(type(lab.encoder), "encode_images", None)
-    assert len(Lab(lab.folder, lab.encoder, open_dataset("pets")).store(Views(), 1)) == 12
+    assert len(Lab(lab.folder, lab.encoder, open_dataset("pets")).store(ViewPlan(), 1)) == 12
 
 
 def test_a_limit_takes_the_same_images_for_every_seed(lab) -> None:

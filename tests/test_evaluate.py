@@ -13,8 +13,8 @@ from small_data import make_folders, make_textures
 from testtime import load_encoder
 from testtime.datasets import Dataset, open_dataset
 from testtime.evaluate import Plan, described, evaluate, find_dataset, markdown, summary
-from testtime.recipes import Views, recipe
-from testtime.types import InputError, UnknownName
+from testtime.recipes import recipe
+from testtime.types import InputError, UnknownName, ViewPlan
 
 
 @pytest.fixture
@@ -70,10 +70,10 @@ def test_recipes_decide_on_settings_views_and_templates(plan, tmp_path) -> None:
     assert tuned.method("dpe", caltech).alpha == 15 and tuned.method("tda", caltech).pos_alpha == 5
     assert tuned.method("dpe", caltech, {"alpha": 1.0}).alpha == 1
     paper = Plan(tmp_path, plan.encoder, protocol="paper")
-    assert paper.method("dpe", caltech).align_both and paper.views_of("dpe", caltech) == Views(64, False)
+    assert paper.method("dpe", caltech).align_both and paper.views_of("dpe", caltech) == ViewPlan(64, False)
     assert len(plan.templates_of(caltech)) == 7 and len(paper.templates_of(caltech)) == 1
-    given = Plan(tmp_path, plan.encoder, views=Views(2), templates=("a {}",))
-    assert given.views_of("tpt", caltech) == Views(2) and given.templates_of(caltech) == ("a {}",)
+    given = Plan(tmp_path, plan.encoder, views=ViewPlan(2), templates=("a {}",))
+    assert given.views_of("tpt", caltech) == ViewPlan(2) and given.templates_of(caltech) == ("a {}",)
 
 
 def test_descriptions_are_found_by_the_datasets_name(plan, tmp_path) -> None:

@@ -7,8 +7,8 @@ import pytest
 
 from testtime import recipes, registry
 from testtime.datasets import templates
-from testtime.recipes import Views, find_recipe, published, read_recipe, recipe
-from testtime.types import InputError, UnknownName
+from testtime.recipes import find_recipe, published, read_recipe, recipe
+from testtime.types import InputError, UnknownName, ViewPlan
 
 PAPER = Path(__file__).parents[2] / "shared" / "paper" / "dpe.tex"
 
@@ -112,13 +112,13 @@ def test_tracks_set_one_value_for_all_or_the_datasets_own() -> None:
 
 
 def test_views_follow_the_protocol_and_the_method() -> None:
-    assert recipes.views_of("dpe", recipe("imagenet")) == Views(64, True)
-    assert recipes.views_of("dpe", recipe("dtd")) == Views(1, False)
-    assert recipes.views_of("dpe", recipe("dtd"), "paper") == Views(64, False)
-    assert recipes.views_of("tda", recipe("imagenet")) == Views(1, False)
-    assert recipes.views_of("tpt", recipe("imagenet-a")) == Views(64, False)
-    assert recipes.views_of("tpt", recipe("dtd")) == Views(64, True)
-    assert recipes.views_of("dpe", None) == Views(1, False)
+    assert recipes.views_of("dpe", recipe("imagenet")) == ViewPlan(64, True)
+    assert recipes.views_of("dpe", recipe("dtd")) == ViewPlan(1, False)
+    assert recipes.views_of("dpe", recipe("dtd"), "paper") == ViewPlan(64, False)
+    assert recipes.views_of("tda", recipe("imagenet")) == ViewPlan(1, False)
+    assert recipes.views_of("tpt", recipe("imagenet-a")) == ViewPlan(64, False)
+    assert recipes.views_of("tpt", recipe("dtd")) == ViewPlan(64, True)
+    assert recipes.views_of("dpe", None) == ViewPlan(1, False)
     assert recipes.seeds_of("released") == (1,) and len(recipes.seeds_of("paper")) == 3
     for call in (lambda: recipes.views_of("dpe", None, "papers"), lambda: recipes.seeds_of("papers")):
         with pytest.raises(UnknownName, match="Did you mean 'paper'"):

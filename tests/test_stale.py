@@ -31,7 +31,6 @@ from testtime.identity import identity, weights
 from testtime.methods.tda import TDA
 from testtime.methods.zeroshot import ZeroShot
 from testtime.outputs import distinct
-from testtime.recipes import Views
 from testtime.types import FeatureError, InputError, ViewPlan
 
 CLASSES = "cat,dog,fox"
@@ -132,7 +131,7 @@ def test_an_encoder_goes_by_its_weights_where_they_are_files(tmp_path, monkeypat
 def test_corrected_labels_are_scored_anew_and_nothing_is_encoded(cli, table, tmp_path, passes) -> None:
     score(cli, table, tmp_path / "o")
     lab = Lab(tmp_path / "o", load_encoder("tiny"), open_dataset(table))
-    views = torch.cat(list(lab.store(Views(), 1).chunks()))
+    views = torch.cat(list(lab.store(ViewPlan(), 1).chunks()))
     answers = lab.task(Cell(ZeroShot()).text).zero_shot(views[:, 0]).argmax(1).tolist()
     passes.clear()
     for truth in ([0, 1, 2] * 4, [2] * 6 + [1] * 5 + [0], [0] + [1] * 10 + [2]):
@@ -192,7 +191,7 @@ def test_an_image_that_is_listed_twice_has_two_labels(cli, pets, tmp_path) -> No
     table = tmp_path / "twice.csv"
     table.write_text(f"path,label\n{image},cat\n{image},dog\n{image},fox\n{image},cat\n")
     lab = Lab(tmp_path / "o", load_encoder("tiny"), open_dataset(table))
-    assert lab.labels_of(lab.store(Views(), 1)).tolist() == [0, 1, 2, 0]
+    assert lab.labels_of(lab.store(ViewPlan(), 1)).tolist() == [0, 1, 2, 0]
     assert run_cells(lab, [Cell(ZeroShot())])[0]["right"] in (1, 2)
     assert score(cli, table, tmp_path / "o")["accuracy"] in (0.25, 0.5)
 
@@ -200,20 +199,20 @@ def test_an_image_that_is_listed_twice_has_two_labels(cli, pets, tmp_path) -> No
 def test_labels_go_with_their_images_where_one_cannot_be_read(pets, tmp_path) -> None:
     (pets / "cat" / "2.png").write_bytes(b"no image")
     lab = Lab(tmp_path / "o", load_encoder("tiny"), open_dataset(pets), shard=5, report=lambda line: None)
-    store = lab.store(Views(), 1)
+    store = lab.store(ViewPlan(), 1)
     assert lab.labels_of(store).tolist() == [0] * 3 + [1] * 4 + [2] * 4
     assert lab.rows(store) == [row for row in range(12) if row != 2]
     limited = Lab(tmp_path / "o", load_encoder("tiny"), open_dataset(pets), limit=7, report=lambda line: None)
     truth = [limited.labels[row] for row in limited.indices if row != 2]
-    assert limited.labels_of(limited.store(Views(), 1)).tolist() == truth
+    assert limited.labels_of(limited.store(ViewPlan(), 1)).tolist() == truth
 
 
 def test_two_datasets_of_one_name_have_stores_of_their_own(tmp_path) -> None:
     for place in ("a", "b"):
         make_folders(tmp_path / place / "pets", images=2 if place == "a" else 3)
     labs = [Lab(tmp_path / "o", load_encoder("tiny"), open_dataset(tmp_path / place / "pets")) for place in "ab"]
-    assert [len(lab.store(Views(), 1)) for lab in labs] == [6, 9]
-    assert labs[0].store_path(Views(), 1) != labs[1].store_path(Views(), 1)
+    assert [len(lab.store(ViewPlan(), 1)) for lab in labs] == [6, 9]
+    assert labs[0].store_path(ViewPlan(), 1) != labs[1].store_path(ViewPlan(), 1)
 
 
 def test_a_change_of_the_recipe_makes_everything_anew(cli, pets, tmp_path, monkeypatch, passes) -> None:
@@ -239,7 +238,7 @@ def test_a_rewritten_archive_is_read_again(tmp_path, passes) -> None:
     stores = []
     for seed in (1, 2):
         lab = Lab(tmp_path / "o", load_encoder("tiny"), pack(seed), report=lambda line: None)
-        stores.append(lab.store(Views(), 1).read(0, 3))
+        stores.append(lab.store(ViewPlan(), 1).read(0, 3))
         assert sum(passes) == 3 * seed
     assert not torch.equal(*stores)
 

@@ -18,7 +18,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -34,7 +34,6 @@ from testtime.features import Features
 from testtime.identity import digest, identity, weights
 from testtime.metrics import accuracy, expected_calibration_error, macro_f1
 from testtime.prompts import build_task, check_classes
-from testtime.recipes import Views
 from testtime.steppers import laid
 from testtime.streams import shuffled
 from testtime.sweeps import sweep
@@ -70,7 +69,7 @@ class Cell(NamedTuple):
 
     method: Method
     text: Text = Text()
-    views: Views = Views()
+    views: ViewPlan = ViewPlan()
     seed: int = 1
 
 
@@ -127,16 +126,16 @@ class Lab:
         mark = _mark(self.facts(cell))
         return self.folder / "cells" / f"{_slug(self.dataset.name)}-{cell.method.name}-{mark}.json"
 
-    def store_path(self, views: Views, seed: int) -> Path:
+    def store_path(self, views: ViewPlan, seed: int) -> Path:
         """Where the features are, or will be."""
         name = f"{_slug(self.dataset.name)}-{_slug(self.encoder.name)}-{views.count}{'-augmix' * views.augmix}"
         name += f"-seed{seed}" if views.count > 1 else ""
         name += f"-{len(self.indices)}" if len(self.indices) < len(self.dataset) else ""
-        made = made_with(self.encoder, _plan(views, seed), DTYPES[DTYPE], self.dataset.name)
+        made = made_with(self.encoder, _seeded(views, seed), DTYPES[DTYPE], self.dataset.name)
         mark = digest([*(f"{key} {value}" for key, value in made.items()), *map(str, self._images())])
         return self.folder / "stores" / f"{name}-{mark}"
 
-    def store(self, views: Views, seed: int) -> Features:
+    def store(self, views: ViewPlan, seed: int) -> Features:
         """The features, encoded where they are not there yet; shards that are finished stay.
 
         Another process that makes the same is waited for.
@@ -148,7 +147,7 @@ class Lab:
                 self.stores[out] = Features(out)  # from here on, a shard that is replaced is noticed
         return self.stores[out]
 
-    def _encode(self, out: Path, views: Views, seed: int) -> None:
+    def _encode(self, out: Path, views: ViewPlan, seed: int) -> None:
         before = set(_shards(out))
         start = time.perf_counter()
         images = self._images()
@@ -157,7 +156,7 @@ class Lab:
             self.task(Text()),
             images,
             out,
-            _plan(views, seed),
+            _seeded(views, seed),
             dtype=DTYPES[DTYPE],
             shard=self.shard,
             dataset=self.dataset.name,
@@ -268,7 +267,8 @@ def run_cells(lab: Lab, cells: Sequence[Cell], alone: bool = False) -> list[dict
 
     def shared(number: int) -> tuple[Any, ...]:
         cell = cells[number]
-        return cell.views, cell.seed, repr(cell.text), cell.method.name
+        views = cell.views
+        return views.count, views.augmix, cell.seed, repr(cell.text), cell.method.name
 
     def taken(numbers: Sequence[int]) -> list[int]:
         """Those that still are to run; another process may have run some meanwhile, and they are taken."""
@@ -294,8 +294,8 @@ def _shards(store: Path) -> list[Path]:
     return sorted(store.glob("features-*.safetensors"))
 
 
-def _plan(views: Views, seed: int) -> ViewPlan:
-    return ViewPlan(views.count, views.augmix, seed if views.count > 1 else ONE_VIEW_SEED)
+def _seeded(views: ViewPlan, seed: int) -> ViewPlan:
+    return replace(views, seed=seed if views.count > 1 else ONE_VIEW_SEED)
 
 
 def _absolute(image: Any) -> Any:

@@ -15,8 +15,8 @@ from testtime.cells import SHARD, Cell, Lab, Text, run_cells
 from testtime.datasets import Dataset, open_dataset, templates
 from testtime.datasets.benchmarks import folded
 from testtime.files import write_atomic
-from testtime.recipes import Recipe, Views
-from testtime.types import Encoder, InputError, Method
+from testtime.recipes import Recipe
+from testtime.types import Encoder, InputError, Method, ViewPlan
 
 SINGLE = "a photo of a {}."
 
@@ -30,7 +30,7 @@ class Plan:
     seeds: tuple[int, ...] = (1,)
     track: str = "one-setting"
     protocol: str = "released"
-    views: Views | None = None  # the recipe's, if left out
+    views: ViewPlan | None = None  # the recipe's, if left out
     templates: tuple[str, ...] | None = None  # the recipe's, if left out
     descriptions: Path | None = None  # a file, or a folder with one for each dataset
     learned: Path | None = None  # a prompt learned by CoOp
@@ -60,7 +60,7 @@ class Plan:
         chosen = recipes.track_settings(name, self.track, found) | dict(settings or {})
         return registry.make_method(name, preset or None, chosen)
 
-    def views_of(self, method: str, found: Recipe | None) -> Views:
+    def views_of(self, method: str, found: Recipe | None) -> ViewPlan:
         """The views that a method gets on a dataset."""
         if self.views is not None:
             return self.views

@@ -17,7 +17,7 @@ from testtime.encoding.stream import stream
 from testtime.engine import Session
 from testtime.evaluate import Plan, recipe_of
 from testtime.ops import unit
-from testtime.recipes import Recipe, Views
+from testtime.recipes import Recipe
 from testtime.types import Encoder, InputError, Task, ViewPlan
 
 BYTES = 2  # features are kept in half precision
@@ -104,7 +104,7 @@ def _unknown(experiment: Experiment, name: str, column: str, dataset: Dataset | 
 
 def _stores(
     rows: Sequence[Row], seeds: Sequence[int], entry: Recipe | None, plan: Plan | None = None
-) -> set[tuple[Views, int]]:
+) -> set[tuple[ViewPlan, int]]:
     """The kinds of views that rows need, by seed where views are random."""
     kinds = {plan.views_of(row.method, entry) if plan else recipes.views_of(row.method, entry) for row in rows}
     return {(views, seed if views.count > 1 else 0) for views in kinds for seed in seeds}

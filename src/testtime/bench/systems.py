@@ -25,9 +25,8 @@ from testtime.files import parse_json, write_atomic
 from testtime.memory import Peak
 from testtime.methods.base import leaves
 from testtime.prompts import build_task
-from testtime.recipes import Views
 from testtime.streams import shuffled
-from testtime.types import Encoder, InputError, MissingPart, Task
+from testtime.types import Encoder, InputError, MissingPart, Task, ViewPlan
 
 PATIENCE = 20  # seconds after which a cell says how far it is
 
@@ -98,7 +97,7 @@ class Bench(NamedTuple):
 
     def features(self) -> Features:
         """The features of the images taken, shared with every other experiment of that limit in the folder."""
-        return self.lab().store(Views(self.views, self.augmix), self.seed)
+        return self.lab().store(ViewPlan(self.views, self.augmix), self.seed)
 
     def lab(self) -> Lab:
         """The dataset with the encoder, in the folder."""

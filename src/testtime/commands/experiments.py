@@ -336,6 +336,7 @@ def _plan(
 ) -> Any:
     from testtime import recipes
     from testtime.evaluate import Plan
+    from testtime.types import ViewPlan
 
     _check_counts(limit, views)
     if shard < 1:
@@ -351,7 +352,7 @@ def _plan(
         tuple(chosen),
         track,
         protocol,
-        None if views is None else recipes.Views(views, augmix),
+        None if views is None else ViewPlan(views, augmix),
         recipes.template_set(one) if one else None,
         descriptions,
         learned,

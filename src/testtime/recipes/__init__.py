@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
 
 from testtime.datasets.benchmarks import Benchmark, benchmark, folded
 from testtime.registry import method_class, read_setting, unknown
-from testtime.types import InputError
+from testtime.types import InputError, ViewPlan
 
 TRACKS = ("one-setting", "per-dataset")
 PROTOCOLS = ("released", "paper")  # as the released code does it, or as the paper prints it
@@ -32,21 +31,13 @@ BACKBONES = {
 }
 
 
-@dataclass(frozen=True, order=True)
-class Views:
-    """How many views an image has, itself included, and whether the others are mixed by AugMix."""
-
-    count: int = 1
-    augmix: bool = False
-
-
 class Recipe(NamedTuple):
     """How each method is set for one benchmark."""
 
     name: str
     title: str  # as the paper spells it
     group: str
-    views: Mapping[str, Views]  # by protocol
+    views: Mapping[str, ViewPlan]  # by protocol
     settings: Mapping[str, Mapping[str, Any]]  # per dataset, by method
 
     @property
@@ -126,14 +117,14 @@ def track_settings(method: str, track: str, found: Recipe | None) -> dict[str, A
     return dict(found.settings.get(method, {}))
 
 
-def views_of(method: str, found: Recipe | None, protocol: str = "released") -> Views:
+def views_of(method: str, found: Recipe | None, protocol: str = "released") -> ViewPlan:
     """The views a method gets on a dataset; one of one's own has one view."""
     if protocol not in PROTOCOLS:
         raise unknown("protocol", protocol, PROTOCOLS)
     if found is None:
-        return Views()
+        return ViewPlan()
     if protocol == "released" and (by_group := _methods()["views"].get(method)) and found.group in by_group:
-        return Views(**by_group[found.group])
+        return ViewPlan(**by_group[found.group])
     return found.views[protocol]
 
 
@@ -171,7 +162,7 @@ def read_recipe(name: str, text: str) -> Recipe:
         name,
         entry["title"],
         entry["group"],
-        {protocol: Views(**entry["views"][protocol]) for protocol in PROTOCOLS},
+        {protocol: ViewPlan(**entry["views"][protocol]) for protocol in PROTOCOLS},
         {method: _settings(method, chosen) for method, chosen in entry["per-dataset"].items()},
     )
 
