@@ -18,6 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from small_data import make_folders
 
+import testtime as tt
 from testtime import Features, build_task, load_encoder, toy
 from testtime import encode as encoding
 from testtime.bench import Bench, System, run_systems
@@ -490,6 +491,14 @@ def test_encode_does_not_write_over_what_it_reads(cli, table, tmp_path, target) 
     )  # fmt: skip
     assert outcome.code == 2 and "--out would be written over" in outcome.err
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_report_does_not_write_over_its_features(cli, tmp_path) -> None:
+    task, stream, labels = tt.toy(images=6)
+    file = tt.save_features(tmp_path / "toy.safetensors", stream, task.text, labels=labels)
+    before = file.read_bytes()
+    outcome = cli("report", file, "--out", file)
+    assert outcome.code == 2 and "--out would be written over FEATURES" in outcome.err and file.read_bytes() == before
 
 
 def test_encode_does_not_write_over_its_weights(cli, pets, tmp_path) -> None:

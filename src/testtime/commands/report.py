@@ -63,12 +63,14 @@ def report(
     from testtime.devices import find_device
     from testtime.features import Features
     from testtime.files import check_place, write_atomic
+    from testtime.outputs import distinct
     from testtime.report import gather, html
     from testtime.report.conditions import conditions
     from testtime.streams import shuffled
 
-    check_place(output)
     store = Features(features)
+    distinct({"--out": output}, {"FEATURES": [features, *store.files, features / "index.json"]})
+    check_place(output)
     made = _methods(methods, settings)
     varied = _varied(sweep, store, made[-1])
     shown = _images(images, store)
@@ -107,9 +109,9 @@ def report(
     page = html([made_report], facts, title)
     write_atomic(output, page)
     if as_json:
-        print(json.dumps({"report": str(output), "n": len(rows), "bytes": len(page.encode())}))
+        print(json.dumps({"report": str(output), "n": len(rows), "bytes": output.stat().st_size}))
         return
-    err.print(f"{len(rows)} images, {len(page.encode()) / 1e6:.1f} MB: {escape(str(output))}", highlight=False)
+    err.print(f"{len(rows)} images, {output.stat().st_size / 1e6:.1f} MB: {escape(str(output))}", highlight=False)
 
 
 def _methods(names: str, settings: list[str] | None) -> list[Method]:
