@@ -509,3 +509,13 @@ def test_what_was_found_broken_is_refused(tmp_path: Path, name: str) -> None:
     assert file.read_bytes() != before
     with pytest.raises(InputError, match="cannot be read as a checkpoint|is not a checkpoint"):
         fuzz_data.KINDS[kind].open(file)
+
+
+def test_a_pipe_that_a_shell_has_opened_is_read() -> None:
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as names:
+        names.write("cat\ndog\n")
+    try:
+        assert read_classes_file(f"/dev/fd/{reading}") == ["cat", "dog"]
+    finally:
+        os.close(reading)

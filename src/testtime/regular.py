@@ -10,10 +10,10 @@ from errno import EINVAL
 def read_bytes(path: str | os.PathLike[str], piped: bool = False) -> bytes:
     """A file's bytes. A pipe, a socket or a device is an OSError at once; so is a path that no file can have.
 
-    With `piped` a pipe is read to its end: where somebody at a keyboard has named it.
+    With `piped` a pipe that a shell has opened, as for `<(sort names.txt)`, is read to its end.
     """
     try:
-        if piped and stat.S_ISFIFO(os.stat(path).st_mode):
+        if piped and os.fspath(path).startswith("/dev/fd/"):
             with open(path, "rb") as pipe:
                 return pipe.read()
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

@@ -104,13 +104,13 @@ def run(
     order = ordered(len(data), shuffle, seed, limit)
     paths, labels = [data.paths[i] for i in order], [labels[i] for i in order]
     source, count = variations_of(variations, views, paths, find_device(device))
+    for place in (save, report):
+        check_place(place)
     distinct(
         {"--out": output, "--save": save, "--report": report},
         read_files(images, data.paths, encoder, classes_file, descriptions, prompts),
     )
     distinct({"--out": output, "--report": report}, {"--resume": resume})  # which --save may be, and often is
-    for place in (save, report):
-        check_place(place)
     for place in (output, save):
         if place is not None and (place.is_file() or not place.exists()):  # not a pipe or a device
             context.with_resource(locked(place))
