@@ -74,6 +74,9 @@ def run(cli: Callable[..., Any], tmp_path: Path) -> Callable[..., Run]:
 # Killed, and cut off from power
 
 
+Left = tuple[tuple[str, bytes], ...]  # files by their names from a folder on
+
+
 class Disk:
     """What would be left of a folder after every change to it: of a killed process, and of a machine without power.
 
@@ -83,10 +86,10 @@ class Disk:
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.folder = folder
-        self.left: dict[tuple[tuple[str, bytes], ...], None] = {}
-        self.synced: dict[int, bytes] = {}
+        self.left: dict[Left, None] = {}
         self.held: list[int] = []  # so that no number of a file is given to another
-        self.names = self._now()
+        self.synced = {path.stat().st_ino: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        self.names = {path: self._entries(path) for path in (folder, *folder.rglob("*")) if path.is_dir()}
         for owner, name in ((os, "fsync"), (os, "replace"), (os, "truncate"), (runs.Rows, "_write")):
             patch.setattr(owner, name, self._watched(getattr(owner, name), name == "fsync"))
 
@@ -102,28 +105,42 @@ class Disk:
         return watched
 
     def _sync(self, descriptor: int) -> None:
-        facts = os.fstat(descriptor)
-        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
-            self.names = self._now()
+        place = Path(f"/proc/self/fd/{descriptor}")
+        if place.is_dir():
+            self.names[place.resolve()] = self._entries(place.resolve())
             return
         self.held.append(os.dup(descriptor))
-        self.synced[facts.st_ino] = Path(f"/proc/self/fd/{descriptor}").read_bytes()
+        self.synced[os.fstat(descriptor).st_ino] = place.read_bytes()
 
-    def _now(self) -> dict[str, int]:
-        return {path.name: path.stat().st_ino for path in self.folder.iterdir() if not path.name.startswith(".")}
+    def _entries(self, folder: Path) -> dict[str, int]:
+        """What a folder names now, but for what is hidden: locks, and files that are being written."""
+        return {path.name: path.stat().st_ino for path in folder.iterdir() if not path.name.startswith(".")}
 
     def _look(self) -> None:
-        now = self._now()
-        for found in (
-            {name: (self.folder / name).read_bytes() for name in now},
-            {name: self.synced.get(number, b"") for name, number in now.items()},
-            {name: self.synced.get(number, b"") for name, number in self.names.items()},
-        ):
-            self.left[tuple(sorted(found.items()))] = None
+        now = {path: self._entries(path) for path in (self.folder, *self.folder.rglob("*")) if path.is_dir()}
+        for names, held in ((now, None), (now, self.synced), (self.names, self.synced)):
+            self.left[tuple(sorted(self._files(self.folder, names, held)))] = None
+
+    def _files(
+        self, folder: Path, names: dict[Path, dict[str, int]], held: dict[int, bytes] | None
+    ) -> Iterator[tuple[str, bytes]]:
+        for name, number in names.get(folder, {}).items():
+            path = folder / name
+            if path.is_dir():
+                yield from self._files(path, names, held)
+            else:
+                content = path.read_bytes() if held is None else held.get(number, b"")
+                yield str(path.relative_to(self.folder)), content
 
     def close(self) -> None:
         for descriptor in self.held:
             os.close(descriptor)
+
+
+def restored(left: Left, folder: Path) -> None:
+    for name, content in left:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
 
 
 @pytest.mark.parametrize("resumed", [False, True], ids=["from the start", "gone on with"])
@@ -140,7 +157,6 @@ def test_a_run_cut_off_after_any_write_goes_on_to_the_same_bytes(
             rows.write(b"2,half a row")
     with monkeypatch.context() as patch:
         disk = Disk(first.rows.parent, patch)
-        disk.synced = {path.stat().st_ino: path.read_bytes() for path in first.rows.parent.iterdir()}
         first(photos, resume=resumed)
     disk.close()
     assert first.bytes() == whole.bytes()
@@ -148,8 +164,7 @@ def test_a_run_cut_off_after_any_write_goes_on_to_the_same_bytes(
     states = 0
     for number, left in enumerate(disk.left):
         again = run(f"again {number}")
-        for name, data in left:
-            (again.rows.parent / name).write_bytes(data)
+        restored(left, again.rows.parent)
         again(photos, resume=again.state.exists())  # without a state there is nothing to go on from
         assert again.bytes() == whole.bytes(), [(name, len(data)) for name, data in left]
         states += again.state.name in dict(left)
@@ -166,14 +181,12 @@ def test_a_run_begun_anew_is_never_taken_for_the_one_before(
     old(photos, "--method", "tda")
     with monkeypatch.context() as patch:
         disk = Disk(old.rows.parent, patch)
-        disk.synced = {path.stat().st_ino: path.read_bytes() for path in old.rows.parent.iterdir()}
         old(photos)
     disk.close()
     outcomes = set()
     for number, left in enumerate(disk.left):
         again = run(f"again {number}")
-        for name, data in left:
-            (again.rows.parent / name).write_bytes(data)
+        restored(left, again.rows.parent)
         try:
             again(photos, resume=True)
         except AssertionError:
@@ -185,6 +198,33 @@ def test_a_run_begun_anew_is_never_taken_for_the_one_before(
         outcomes.add("whole" if again.bytes() == whole.bytes() else "old")
         assert len(text.splitlines()) == 6  # a header and five images, once each
     assert "whole" in outcomes and "refused" in outcomes
+
+
+def test_an_evaluation_cut_off_after_any_write_goes_on_to_the_same_bytes(
+    cli: Callable[..., Any], photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its results, cells and features; how long things took is another matter."""
+    table = tmp_path / "table.csv"
+    table.write_text("path,label\n" + "".join(f"photos/{n}.png,{'cat' if n % 2 else 'dog'}\n" for n in range(6)))
+
+    def evaluate(out: Path) -> dict[str, bytes]:
+        common = ["--methods", "zeroshot,dpe", "--seeds", "1,2", "--shard", 2, "--views", 2]
+        found = cli("eval", table, "-e", "tiny", *common, "--out", out)
+        assert found.code == 0, found.err
+        kept = [path for path in out.rglob("*") if path.is_file() and "timings" not in path.parts]
+        return {str(path.relative_to(out)): path.read_bytes() for path in kept}
+
+    whole = evaluate(tmp_path / "whole")
+    (tmp_path / "first").mkdir()
+    with monkeypatch.context() as patch:
+        disk = Disk(tmp_path / "first", patch)
+        assert evaluate(tmp_path / "first") == whole
+    disk.close()
+    lefts = list(dict.fromkeys(tuple(file for file in left if "timings" not in file[0]) for left in disk.left))
+    assert len(lefts) >= 12
+    for number, left in enumerate(lefts):
+        restored(left, tmp_path / f"again {number}")
+        assert evaluate(tmp_path / f"again {number}") == whole, [(name, len(data)) for name, data in left]
 
 
 # Rows and state go together

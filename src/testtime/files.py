@@ -26,7 +26,7 @@ def write_atomic(path: str | Path, content: bytes | str) -> Path:
     data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content  # names may be odd
     aside = _aside(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         with open(aside, "xb") as file:
             file.write(data)
             file.flush()
@@ -39,6 +39,14 @@ def write_atomic(path: str | Path, content: bytes | str) -> Path:
             aside.unlink(missing_ok=True)
     sync_folder(path.parent)
     return path
+
+
+def make_folder(path: Path) -> None:
+    """See that a folder is there, and those above it, and that they survive a power cut."""
+    if not path.is_dir():
+        make_folder(path.parent)
+        path.mkdir(exist_ok=True)
+        sync_folder(path.parent)
 
 
 def sync_folder(path: Path) -> None:
@@ -57,7 +65,7 @@ def check_place(path: Path | None) -> None:
     if path.is_dir():
         raise InputError(f"Cannot write {path}: it is a folder; give the name of a file.")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         aside = _aside(path)
         open(aside, "xb").close()
         aside.unlink()
@@ -98,7 +106,7 @@ def locked(path: str | Path, wait: bool = False) -> Iterator[None]:
 def _lock(path: Path, beside: Path, wait: bool) -> int:
     while True:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(path.parent)
             descriptor = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise InputError(f"Cannot write {path}: {error.strerror or error}.") from None

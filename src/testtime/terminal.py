@@ -76,8 +76,10 @@ def opened(path: Path | None, append: bool) -> Iterator[Any]:
     if path is None:
         yield sys.stdout
         return
+    from testtime.files import make_folder  # torch comes with it
+
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         file = open(path, "a" if append else "w", encoding="utf-8", errors=ODD, newline="")
     except OSError as error:
         raise InputError(f"Cannot write {path}: {error.strerror or error}.") from None
