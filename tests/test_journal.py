@@ -316,6 +316,21 @@ def test_of_a_folder_that_has_grown_in_the_middle_only_new_images_are_met(
     assert "1 image," in found.err and "skipped" in found.err  # what could not be read is tried again
 
 
+def test_an_image_goes_by_one_name_as_a_file_in_an_archive_and_in_a_row(tmp_path: Path, monkeypatch) -> None:
+    class Stored:
+        def __str__(self) -> str:
+            return "shards/a.tar/1\udcff.png"
+
+    monkeypatch.chdir(tmp_path)
+    known = runs._known(Stored())
+    for style in ("csv", "jsonl"):
+        text = io.StringIO()
+        prediction = dict.fromkeys(runs.COLUMNS, 0) | {"image": str(Stored()), "label": "a", "zero_shot": "a"}
+        runs.Rows(text, style).write(prediction)
+        assert list(runs._named(text.getvalue().encode("utf-8", "backslashreplace"), style, tmp_path)) == [known]
+    assert runs._known(tmp_path / str(Stored())) == known
+
+
 def test_the_same_path_with_two_labels_is_scored_by_each(run: Callable[..., Run], photos: Path, tmp_path: Path) -> None:
     table, one = tmp_path / "table.csv", run("one")
     table.write_text("path,label\nphotos/0.png,cat\nphotos/0.png,dog\nphotos/0.png,fox\n")

@@ -164,8 +164,7 @@ class Journal:
 
 def _known(image: StoredImage | str) -> bytes:
     """An image's name, wherever it is asked for from."""
-    name = os.path.abspath(image) if isinstance(image, str | os.PathLike) else str(image)
-    return name.encode("utf-8", "surrogateescape") + b"\0"
+    return os.path.abspath(str(image)).encode("utf-8", ODD) + b"\0"
 
 
 class Before(NamedTuple):
