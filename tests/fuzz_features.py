@@ -10,6 +10,7 @@ import io
 import json
 import random
 import struct
+import sys
 import tempfile
 import traceback
 import warnings
@@ -239,3 +240,4 @@ if __name__ == "__main__":
     given = parser.parse_args()
     counts, wrong = run(given.cases, given.seed)
     print(dict(counts), wrong)
+    sys.exit(bool(wrong))

@@ -10,6 +10,7 @@ import io
 import random
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -114,8 +115,9 @@ def run(cases: int, seed: int) -> Counter[str]:
     return found
 
 
-def main() -> None:
-    reader: Any = argparse.ArgumentParser(description=__doc__)
+def main(run: Callable[[int, int], Counter[str]], about: str | None) -> None:
+    """A fuzzer as a program: what it found, by how a case ended."""
+    reader = argparse.ArgumentParser(description=about)
     reader.add_argument("--cases", type=int, default=3000)
     reader.add_argument("--seed", type=int, default=0)
     given = reader.parse_args()
@@ -124,4 +126,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(run, __doc__)

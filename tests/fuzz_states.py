@@ -5,7 +5,6 @@ python tests/fuzz_states.py --cases 3000 --seed 0
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import random
@@ -13,9 +12,9 @@ import tempfile
 from collections import Counter
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
+from fuzz_images import main
 from safetensors.torch import load, save
 
 import testtime as tt
@@ -137,14 +136,5 @@ def run(cases: int, seed: int) -> Counter[str]:
     return found
 
 
-def main() -> None:
-    reader: Any = argparse.ArgumentParser(description=__doc__)
-    reader.add_argument("--cases", type=int, default=3000)
-    reader.add_argument("--seed", type=int, default=0)
-    given = reader.parse_args()
-    for ending, count in run(given.cases, given.seed).most_common():
-        print(f"{count:6,} {ending}")
-
-
 if __name__ == "__main__":
-    main()
+    main(run, __doc__)

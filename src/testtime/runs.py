@@ -176,6 +176,11 @@ class Before(NamedTuple):
     met: Any  # the digest of the names so far
 
 
+def nothing_before(paths: Sequence[StoredImage], position: int) -> Before:
+    """What there is before a run that begins here: no rows, and all images are still to come."""
+    return Before(b"", list(range(len(paths))), position, hashlib.sha256())
+
+
 def earlier(state: Path, out: Path, style: str, paths: Sequence[StoredImage], position: int) -> Before:
     """What a state and its rows say of a run over these images; rows beyond the state are cut off.
 
@@ -195,14 +200,13 @@ def earlier(state: Path, out: Path, style: str, paths: Sequence[StoredImage], po
     digest = hashlib.sha256(b"".join(map(_known, paths[:done])))
     if done <= len(paths) and digest.hexdigest() == met:
         return Before(rows, list(range(done, len(paths))), position - done, digest)
-    named = Counter(_named(rows, style, out))
-    left = []
-    for place_of, path in enumerate(paths):
+    named, left = Counter(_named(rows, style, out)), []
+    for number, path in enumerate(paths):
         if named[name := _known(path)]:
             named[name] -= 1
         else:
-            left.append(place_of)
-    return Before(rows, left, position, hashlib.sha256())
+            left.append(number)
+    return nothing_before(paths, position)._replace(rows=rows, left=left)
 
 
 def _named(rows: bytes, style: str, out: Path) -> Iterator[bytes]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shlex
 import sys
@@ -95,7 +94,7 @@ def run(
     from testtime.engine import Session
     from testtime.files import check_place, locked
     from testtime.outputs import distinct, read_files
-    from testtime.runs import Journal, Rows, Tally, earlier, run_images
+    from testtime.runs import Journal, Rows, Tally, earlier, nothing_before, run_images
 
     style = _style(style, output)
     data, names, labels = source_of(images, root, classes, classes_file)
@@ -129,10 +128,10 @@ def run(
         note(f"Going on after {counted(session.count, 'image')} from {resume} with its own settings: {own}.")
         if unheard := _unheard(context, session, chosen, count, shuffle):
             note(f"note: {', '.join(unheard)} given here cannot change that; start without --resume to use it.")
-    earliest = None
+    before = nothing_before(paths, session.position)
     if resume is not None and output is not None and output.exists():
-        earliest = earlier(resume, output, style, paths, session.position)
-        paths, labels = [paths[i] for i in earliest.left], [labels[i] for i in earliest.left]
+        before = earlier(resume, output, style, paths, session.position)
+        paths, labels = [paths[i] for i in before.left], [labels[i] for i in before.left]
         if not paths:
             note(f"All {counted(len(order), 'image')} are in {output} already; nothing is left to do.")
             return
@@ -142,11 +141,10 @@ def run(
 
         record = Record(session, len(paths))
     watching = output is None and sys.stdout.isatty()
-    begun, met = (earliest.begun, earliest.met) if earliest else (session.position, hashlib.sha256())
-    with opened(output, earliest is not None) as file:
-        rows = Watch(task.classnames) if watching else Rows(file, style, earliest.rows if earliest else b"")
+    with opened(output, append=bool(before.rows)) as file:
+        rows = Watch(task.classnames) if watching else Rows(file, style, before.rows)
         kept = rows if isinstance(rows, Rows) and output is not None and output.is_file() else None
-        journal = Journal(save, kept, begun, session.position, met)
+        journal = Journal(save, kept, before.begun, session.position, before.met)
         with progress("images", len(paths), quiet=output is None) as advance:
             stream = run_images(
                 session,

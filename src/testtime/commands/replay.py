@@ -149,5 +149,4 @@ def _write_report(file: Path, store: Features, result: Replay, order: str) -> No
         Views=f"{store.views}, seed {store.metadata.get('seed', 'not said')}",
         Labels="only score" if store.labels is not None else "none",
     )
-    page = html([made], facts, "testtime replay")
-    write_atomic(file, page.encode(errors="backslashreplace"))  # a file's name may be no UTF-8
+    write_atomic(file, html([made], facts, "testtime replay"))
