@@ -6,7 +6,6 @@ import codecs
 import glob
 import io
 import os
-import stat
 import sys
 import threading
 import warnings
@@ -18,7 +17,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from testtime.regular import read_bytes
+from testtime.regular import NotRegular, opened, read_bytes
 from testtime.types import ImageError, InputError, StoredImage
 
 MAX_PIXELS = 200_000_000  # an image has no more, wherever it is from; a header can promise far more in a few bytes
@@ -79,11 +78,7 @@ def _file(source: Any) -> BinaryIO:
         return io.BytesIO(source)
     if not isinstance(source, (str, Path)):
         return io.BytesIO(source.read_bytes()) if isinstance(source, StoredImage) else source
-    descriptor = os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    if not stat.S_ISREG(kind := os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise IsADirectoryError if stat.S_ISDIR(kind) else _NoFile
-    return open(descriptor, "rb")
+    return opened(source)
 
 
 def _header(file: BinaryIO) -> Image.Image:
@@ -92,10 +87,6 @@ def _header(file: BinaryIO) -> Image.Image:
     if image.width * image.height > MAX_PIXELS:
         raise Image.DecompressionBombError
     return image
-
-
-class _NoFile(Exception):
-    """A path leads to a pipe, a socket or a device."""
 
 
 @contextmanager
@@ -132,7 +123,7 @@ def _wrong(error: Exception) -> str:
             return "no such file."
         case IsADirectoryError():
             return "is a folder; give an image file in it."
-        case _NoFile():
+        case NotRegular():
             return "is a pipe, a socket or a device; give an image file."
         case PermissionError():
             return "may not be read (permission denied)."

@@ -4,22 +4,33 @@ from __future__ import annotations
 
 import os
 import stat
-from errno import EINVAL
+from errno import EINVAL, EISDIR
+from typing import BinaryIO
+
+
+class NotRegular(OSError):
+    """A pipe, a socket or a device, which would be waited for."""
+
+
+def opened(path: str | os.PathLike[str]) -> BinaryIO:
+    """A file for reading. What is no regular file is an OSError at once; so is a folder."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    kind = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(kind):
+        return open(descriptor, "rb")
+    os.close(descriptor)
+    if stat.S_ISDIR(kind):
+        raise IsADirectoryError(EISDIR, os.strerror(EISDIR), path)
+    raise NotRegular(EINVAL, "it is a pipe or a device, and not a file", path)
 
 
 def read_bytes(path: str | os.PathLike[str], piped: bool = False) -> bytes:
-    """A file's bytes. A pipe, a socket or a device is an OSError at once; so is a path that no file can have.
+    """A regular file's bytes; a path that no file can have is an OSError too.
 
     With `piped` a pipe that a shell has opened, as for `<(sort names.txt)`, is read to its end.
     """
     try:
-        if piped and os.fspath(path).startswith("/dev/fd/"):
-            with open(path, "rb") as pipe:
-                return pipe.read()
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with open(path, "rb") if piped and os.fspath(path).startswith("/dev/fd/") else opened(path) as file:
+            return file.read()
     except ValueError:  # a NUL, or half a character
         raise OSError(EINVAL, "no file can be called that", path) from None
-    with open(descriptor, "rb") as file:  # which refuses a folder
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(EINVAL, "it is a pipe or a device, and not a file", path)
-        return file.read()
