@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from testtime.features import save_features
+from testtime.encoding.store import save_features
 from testtime.ops import unit
 
 FIRST = 50  # images that are not counted
@@ -56,7 +56,7 @@ def checkpoint(model: str, folder: Path) -> str:
         return "tiny"
     from safetensors.torch import save_file
 
-    from testtime.encoders.clip import build
+    from testtime.encoding.encoders.clip import build
 
     torch.manual_seed(0)
     made = build(model)

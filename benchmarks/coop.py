@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 import testtime as tt
-from testtime import coop
-from testtime.contexts import build_context
-from testtime.encode import encode
+from testtime.encoding.encode import encode
+from testtime.text import coop
+from testtime.text.contexts import build_context
 from testtime.types import Task
 
 

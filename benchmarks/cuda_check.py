@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from commands import photograph  # noqa: E402
 
 import testtime as tt  # noqa: E402
-from testtime.features import Features  # noqa: E402
-from testtime.replay import recorded_settings, replay  # noqa: E402
+from testtime.encoding.store import Features  # noqa: E402
+from testtime.session.replay import recorded_settings, replay  # noqa: E402
 
 NAMES = {"DMN-ZS": "dmn", "C-TPT": "ctpt"}  # else as the method is written, in small letters
 CLOSE = {"float64": 1e-5, "float32": 1e-3}

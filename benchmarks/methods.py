@@ -28,7 +28,7 @@ import torch
 
 import testtime as tt
 from testtime import registry
-from testtime.encoders.tiny import TEXT, tiny
+from testtime.encoding.encoders.tiny import TEXT, tiny
 from testtime.methods.base import leaves
 
 TURN = 16  # images in a row

@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from commands import photographs  # noqa: E402
 
-from testtime.features import save_features  # noqa: E402
+from testtime.encoding.store import save_features  # noqa: E402
 from testtime.ops import unit  # noqa: E402
 
 MOST = 3.0  # times as long beside a neighbour

@@ -20,7 +20,7 @@ def run(folder: Path, classes: list[str], seed: int) -> dict[str, float]:
     """The summary that `testtime run` prints for one order of the stream."""
     with tempfile.TemporaryDirectory() as scratch:
         command = [
-            *(sys.executable, "-m", "testtime.cli", "run", str(folder)),
+            *(sys.executable, "-m", "testtime.cli.app", "run", str(folder)),
             *("--classes", ",".join(classes), "--encoder", "offline", "--method", "dpe"),
             *("--shuffle", "--seed", str(seed), "--out", f"{scratch}/rows.csv", "--json"),
         ]

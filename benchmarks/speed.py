@@ -37,18 +37,18 @@ from step import full_state  # noqa: E402
 
 import testtime as tt  # noqa: E402
 from testtime import ops  # noqa: E402
-from testtime.encoding import gpu_views  # noqa: E402
 from testtime.encoding.compiled import Compiled  # noqa: E402
-from testtime.encoding.draw import draw  # noqa: E402
 from testtime.encoding.stream import READERS, stream  # noqa: E402
 from testtime.files import write_atomic  # noqa: E402
-from testtime.images import read_image  # noqa: E402
+from testtime.images import gpu_views  # noqa: E402
+from testtime.images.draw import draw  # noqa: E402
+from testtime.images.reading import read_image  # noqa: E402
+from testtime.images.views import views as pillow_views  # noqa: E402
+from testtime.machine.threads import workers  # noqa: E402
 from testtime.steppers import form_of, open_stepper  # noqa: E402
 from testtime.steppers.gpu import dpe as kernels_of_dpe  # noqa: E402
 from testtime.steppers.gpu import graph  # noqa: E402
-from testtime.threads import workers  # noqa: E402
 from testtime.types import Task, ViewPlan  # noqa: E402
-from testtime.views import views as pillow_views  # noqa: E402
 
 
 class Bench:
@@ -132,8 +132,8 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 def random_encoder(name: str, device: torch.device, dtype: torch.dtype | None = None) -> Any:
     """A CLIP with random weights, if no more is said in half precision on a GPU."""
-    from testtime.encoders import clip
-    from testtime.encoders.tiny import tiny
+    from testtime.encoding.encoders import clip
+    from testtime.encoding.encoders.tiny import tiny
 
     dtype = dtype or (torch.float16 if device.type == "cuda" else torch.float32)
     if name == "tiny":

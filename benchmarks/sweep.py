@@ -29,14 +29,14 @@ import torch
 from torch import Tensor
 
 import testtime as tt
-from testtime.demo import demo_stream
-from testtime.features import save_features
+from testtime.cli.demo import demo_stream
+from testtime.encoding.store import save_features
 from testtime.methods.dpe import DPE
 from testtime.types import Task
 
 SHARD = 256  # images that come at a time, as from a feature store
 T = TypeVar("T")
-TESTTIME = sys.executable, "-c", "from testtime.cli import main; main()"
+TESTTIME = sys.executable, "-c", "from testtime.cli.app import main; main()"
 
 
 def grid(size: int) -> list[DPE]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import testtime as tt
 from testtime.datasets import open_dataset
-from testtime.encode import encode
+from testtime.encoding.encode import encode
 
 OUT = Path(__file__).parents[1] / "src" / "testtime" / "data" / "caltech101.safetensors"
 

@@ -83,7 +83,7 @@ class Outcome(NamedTuple):
 
 def command(*arguments: object) -> int:
     """The exit code of a command, run in this process."""
-    from testtime.cli import main
+    from testtime.cli.app import main
 
     try:
         main([str(argument) for argument in arguments])

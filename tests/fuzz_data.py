@@ -39,9 +39,9 @@ from safetensors.torch import save_file
 
 from testtime.datasets import open_dataset
 from testtime.datasets import tables as table_reader
-from testtime.encoders import clip
-from testtime.images import read_image
-from testtime.prompts import _described, check_classes, read_classes_file, read_descriptions
+from testtime.encoding.encoders import clip
+from testtime.images.reading import read_image
+from testtime.text.prompts import _described, check_classes, read_classes_file, read_descriptions
 from testtime.types import ImageError, InputError
 
 SECONDS = 5  # for a case

@@ -23,8 +23,8 @@ from typing import Any
 from conftest import command
 
 import testtime as tt
-from testtime.features import Features, save_features, write_index
-from testtime.replay import replay
+from testtime.encoding.store import Features, save_features, write_index
+from testtime.session.replay import replay
 from testtime.types import InputError
 
 N, V, C, D = 6, 2, 4, 8

@@ -16,18 +16,18 @@ from pathlib import Path
 
 import torch
 
-import testtime.bench  # imported before forking, as are the next
-import testtime.encoders.tiny
+import testtime.encoding.encoders.tiny
+import testtime.experiments  # imported before forking, as are the next
 import testtime.methods.dpe
-from testtime.cli import main
-from testtime.sweeps import sweep
+from testtime.cli.app import main
+from testtime.steppers.sweep import sweep
 
 
 def warm_up() -> None:
     """Do once, before forking, what every child would do again: make the encoder, compile the kernels."""
     torch.set_num_threads(1)
-    encoder = testtime.encoders.tiny.tiny()
-    testtime.encoders.tiny.tiny = lambda *given: encoder  # type: ignore[assignment]
+    encoder = testtime.encoding.encoders.tiny.tiny()
+    testtime.encoding.encoders.tiny.tiny = lambda *given: encoder  # type: ignore[assignment]
     task, stream, _ = testtime.toy()
     for method in (testtime.methods.dpe.DPE(), testtime.methods.dpe.DPE.paper()):
         sweep(task, [method], [stream[:2]])

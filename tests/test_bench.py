@@ -9,16 +9,16 @@ from conftest import command
 from small_data import make_folders, make_textures
 
 import testtime as tt
-from testtime import load_encoder, recipes
-from testtime.bench import EXPERIMENTS, Bench, System, markdown, report_parts, run_bench, run_systems
-from testtime.bench import systems as benches
-from testtime.bench.cost import cost_lines, estimate, paper_columns
-from testtime.bench.experiments import TEXTS
-from testtime.bench.queues import queues_page, run_queues, watch_queues
-from testtime.bench.runner import SAME, find_columns, find_experiment
-from testtime.bench.tables import sheets
+from testtime import load_encoder
 from testtime.datasets import open_dataset
-from testtime.evaluate import Plan
+from testtime.experiments import EXPERIMENTS, Bench, System, markdown, recipes, report_parts, run_bench, run_systems
+from testtime.experiments import systems as benches
+from testtime.experiments.catalogue import TEXTS
+from testtime.experiments.cost import cost_lines, estimate, paper_columns
+from testtime.experiments.evaluate import Plan
+from testtime.experiments.queues import queues_page, run_queues, watch_queues
+from testtime.experiments.runner import SAME, find_columns, find_experiment
+from testtime.experiments.tables import sheets
 from testtime.methods.dpe import DPE
 from testtime.types import InputError
 
@@ -146,7 +146,7 @@ def test_published_numbers_are_ours_only_for_the_same_dataset_backbone_and_image
     assert [row["published"] for row in rows] == [88.25, 91.14]
     assert [row["published_for"] for row in rows] == ["oxford-pets, ViT-B/16"] * 2  # 37 images, and not 3,669
     small = recipes.recipe("oxford-pets").benchmark._replace(images=37)
-    monkeypatch.setattr("testtime.recipes.benchmark", lambda name: small)
+    monkeypatch.setattr("testtime.experiments.recipes.benchmark", lambda name: small)
     rows = run_bench("cross", {"tiny": experiment_plan}, {"oxford-pets": dataset}, keep)["rows"]
     assert [row["published_for"] for row in rows] == [SAME] * 2
 
@@ -206,7 +206,7 @@ def test_the_map_of_queues_has_a_place_for_every_feature(tmp_path, experiment_pl
     early, late = ({entry["image"]: (entry["x"], entry["y"]) for entry in places} for places in result["maps"])
     stayed = early.keys() & late.keys()
     assert stayed and all(early[image] == late[image] for image in stayed)
-    monkeypatch.setattr("testtime.bench.queues.watch_queues", None)
+    monkeypatch.setattr("testtime.experiments.queues.watch_queues", None)
     assert run_queues(experiment_plan, dataset, [6, 18]) == result
     with pytest.raises(InputError, match="from 1 to 18"):
         run_queues(experiment_plan, dataset, [19])
@@ -231,7 +231,7 @@ def test_a_page_of_many_features_shows_the_classes_that_the_seed_chose(tmp_path,
     result = run_queues(experiment_plan, dataset, [6, 18])
     result["maps"][1][0]["class"] = result["maps"][1][1]["class"] = 2
     result["coloured"] = [2]
-    monkeypatch.setattr("testtime.bench.queues.PLACED", 10)
+    monkeypatch.setattr("testtime.experiments.queues.PLACED", 10)
     page = queues_page(result, dataset)
     shown = [entry for entries in result["maps"] for entry in entries if entry["class"] == 2]
     assert 2 <= len(shown) == page.count('class="point') < sum(map(len, result["maps"]))
@@ -322,7 +322,7 @@ def test_encoders_that_cannot_be_loaded_leave_a_reason_in_every_row(tmp_path, ca
     def absent(name: str, device: object = None) -> None:
         raise InputError(f"no weights of {name}")
 
-    monkeypatch.setattr("testtime.encoders.load_encoder", absent)
+    monkeypatch.setattr("testtime.encoding.encoders.load_encoder", absent)
     make_textures(tmp_path)
     assert command("bench", "cross", tmp_path, "--out", tmp_path / "o") == 2
     shown = capsys.readouterr()
@@ -426,7 +426,7 @@ def test_the_command_prints_a_table_of_systems_and_json(folders, tmp_path, capsy
 
 
 def test_systems_are_found_by_name_however_it_is_written() -> None:
-    from testtime.bench.systems import SYSTEMS, named
+    from testtime.experiments.systems import SYSTEMS, named
 
     assert [system.name for system in named(["dpe+coop", "Zero-Shot"])] == ["DPE + CoOp", "zero-shot"]
     assert named(None) == list(SYSTEMS)

@@ -8,9 +8,10 @@ import torch
 from small_data import make_folders
 
 import testtime as tt
-from testtime import cells, load_encoder
-from testtime.cells import Cell, Lab, Text, run_cells
+from testtime import load_encoder
 from testtime.datasets import open_dataset
+from testtime.experiments import cells
+from testtime.experiments.cells import Cell, Lab, Text, run_cells
 from testtime.methods.dpe import DPE
 from testtime.methods.tda import TDA
 from testtime.methods.tpt import TPT

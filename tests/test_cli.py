@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 import testtime as tt
 import testtime.datasets
-from testtime.cli import main
+from testtime.cli.app import main
 
 CLASSES = "cat,dog,fox"
 
@@ -318,7 +318,7 @@ def test_wrong_input_of_run_exits_with_two(cli, photos, tmp_path, arguments, sai
 def test_an_interrupt_loses_nothing_that_was_written(photos, tmp_path) -> None:
     out, state = tmp_path / "a.csv", tmp_path / "s.safetensors"
     pipe = subprocess.Popen(
-        [sys.executable, "-m", "testtime.cli", "run", "-", "--classes", CLASSES, "-e", "tiny", "--views", "256",
+        [sys.executable, "-m", "testtime.cli.app", "run", "-", "--classes", CLASSES, "-e", "tiny", "--views", "256",
          "--out", str(out), "--save", str(state)],
         stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         # a test run in the background of a shell ignores interrupts, and its children with it
@@ -460,7 +460,7 @@ def test_debug_shows_the_traceback(capfd, store) -> None:
 
 
 def test_a_closed_pipe_is_no_failure(store) -> None:
-    command = f"{sys.executable} -m testtime.cli replay {store} --json | true"
+    command = f"{sys.executable} -m testtime.cli.app replay {store} --json | true"
     done = subprocess.run(
         ["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, env=dict(os.environ)
     )

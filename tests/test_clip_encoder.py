@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from testtime import InputError, MissingPart, SettingError, UnknownName, load_encoder
-from testtime import encoders as family
-from testtime.encoders import ENCODERS, Deferred, clip, describe, needed
-from testtime.encoders.tiny import tiny
+from testtime.encoding import encoders as family
+from testtime.encoding.encoders import ENCODERS, Deferred, clip, describe, needed
+from testtime.encoding.encoders.tiny import tiny
 from testtime.types import Encoder
 
 TEXTS = ["a photo of a cat.", "a photo of a dog."]
@@ -467,6 +467,6 @@ def test_every_encoder_has_a_line_on_what_it_is() -> None:
 
 def test_listing_encoders_imports_none_of_them() -> None:
     heavy = "{'open_clip', 'timm', 'transformers', 'torchvision'}"
-    code = f"import sys, testtime.encoders; print(sorted({heavy} & sys.modules.keys()))"
+    code = f"import sys, testtime.encoding.encoders; print(sorted({heavy} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -18,16 +18,16 @@ from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
 import testtime as tt
-from testtime import capture as capturing
 from testtime import load_encoder
-from testtime.encoders.clip import OpenClip, lower
-from testtime.encoders.tiny import TEXT, tiny
 from testtime.encoding import compiled, resnet, vit
 from testtime.encoding import stream as streams
 from testtime.encoding.compiled import Compiled, faithful
-from testtime.encoding.gpu_views import normalise
-from testtime.types import DeviceEncoder, SettingError
-from testtime.views import Preprocess, views
+from testtime.encoding.encoders.clip import OpenClip, lower
+from testtime.encoding.encoders.tiny import TEXT, tiny
+from testtime.images.gpu_views import normalise
+from testtime.images.views import views
+from testtime.machine import capture as capturing
+from testtime.types import DeviceEncoder, Preprocess, SettingError
 
 PLAIN = load_encoder("tiny")
 needs_transformers = pytest.mark.skipif(

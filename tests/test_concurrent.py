@@ -131,7 +131,7 @@ def test_a_killed_encoding_does_not_keep_its_place(pets, tmp_path, start) -> Non
 
 
 def test_a_place_that_is_taken_is_refused_before_the_encoder_is_loaded(cli, pets, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("testtime.encoders.load_encoder", None)
+    monkeypatch.setattr("testtime.encoding.encoders.load_encoder", None)
     with locked(tmp_path / "o"):
         outcome = cli("encode", pets, "-e", "tiny", "--out", tmp_path / "o")
         assert outcome.code == 2 and f"is being written by process {os.getpid()}" in outcome.err

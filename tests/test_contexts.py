@@ -14,9 +14,9 @@ from tolerances import assert_close
 from torch import Tensor, nn
 
 from testtime import InputError, MissingPart, build_task, load_encoder
-from testtime.contexts import SoftPrompts, at_start, build_context, stored_context
-from testtime.encoders.clip import OpenClip
-from testtime.encoders.tiny import tiny
+from testtime.encoding.encoders.clip import OpenClip
+from testtime.encoding.encoders.tiny import tiny
+from testtime.text.contexts import SoftPrompts, at_start, build_context, stored_context
 
 NAMES = ["cat", "oak_tree", "grand piano", "very long name of an old sailing ship", "fox"]
 SENTENCES = [f"a photo of a {name.replace('_', ' ')}." for name in NAMES]

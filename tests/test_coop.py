@@ -16,10 +16,11 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import testtime as tt
-from testtime import coop
 from testtime.checks import Task
-from testtime.contexts import build_context
-from testtime.coop import CoOpSettings, Progress, few_shot, load_prompt, save_prompt, train
+from testtime.encoding.encode import encode_images
+from testtime.text import coop
+from testtime.text.contexts import build_context
+from testtime.text.coop import CoOpSettings, Progress, few_shot, load_prompt, save_prompt, train
 from testtime.types import InputError, MissingPart, SettingError, ViewPlan
 
 NAMES = ("cat", "dog", "fox")
@@ -526,14 +527,14 @@ def test_an_interrupted_command_resumes_to_the_same_prompt(cli, photos, tmp_path
 
 def test_features_are_those_of_the_images_that_can_be_read_each_by_its_place(tiny, photos) -> None:
     paths = sorted(photos.glob("*/*.png"))[:5]
-    whole, _ = coop.encode_images(tiny, paths, ViewPlan(3, seed=1))
+    whole, _ = encode_images(tiny, paths, ViewPlan(3, seed=1))
     assert whole.shape == (5, 3, 32)
     paths[2].write_bytes(b"no image")
     told, done = [], []
-    features, kept = coop.encode_images(tiny, paths, ViewPlan(3, seed=1), on_skip=told.append, progress=done.append)
+    features, kept = encode_images(tiny, paths, ViewPlan(3, seed=1), on_skip=told.append, progress=done.append)
     assert kept == [0, 1, 3, 4] and torch.equal(features, whole[kept])
     assert done == [1, 2, 3, 4, 5] and len(told) == 1 and "2.png" in told[0]
     with pytest.raises(InputError, match=r"2\.png"):
-        coop.encode_images(tiny, paths)
-    with pytest.raises(InputError, match="None of the 1 training images"):
-        coop.encode_images(tiny, paths[2:3], on_skip=told.append)
+        encode_images(tiny, paths)
+    with pytest.raises(InputError, match="None of the 1 images"):
+        encode_images(tiny, paths[2:3], on_skip=told.append)

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from testtime.datasets import labels_among, open_dataset, read_folders, read_split
-from testtime.evaluate import find_dataset
+from testtime.experiments.evaluate import find_dataset
 from testtime.types import InputError
 
 
@@ -98,7 +98,7 @@ def test_images_in_shards_are_encoded_as_files_are(tmp_path, folders) -> None:
     import tarfile
 
     from testtime import Features, Session, build_task, load_encoder
-    from testtime.encode import encode
+    from testtime.encoding.encode import encode
     from testtime.types import ViewPlan
 
     files = open_dataset(folders)

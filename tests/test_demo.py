@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from testtime.cli import main
-from testtime.demo import demo_stream, largest
+from testtime.cli.app import main
+from testtime.cli.demo import demo_stream, largest
 
 
 def test_the_packaged_stream_is_the_test_split() -> None:
@@ -28,7 +28,7 @@ def test_the_largest_classes_keep_their_names_and_labels() -> None:
 
 
 def test_the_demo_prints_gains_and_writes_a_page(tmp_path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
-    from testtime import demo
+    from testtime.cli import demo
 
     task, views, labels = demo_stream()
     monkeypatch.setattr(demo, "demo_stream", lambda: largest(task, views, labels, 20))

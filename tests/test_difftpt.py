@@ -16,27 +16,17 @@ import torch
 from PIL import Image, ImageOps
 from tolerances import assert_close
 
-from testtime import (
-    InputError,
-    MissingPart,
-    Session,
-    SettingError,
-    StateError,
-    Task,
-    build_task,
-    diffusion,
-    load_encoder,
-    ops,
-)
+from testtime import InputError, MissingPart, Session, SettingError, StateError, Task, build_task, load_encoder, ops
 from testtime.checks import check_method
-from testtime.diffusion import DiffusersVariations, FolderVariations, variation_pixels, variation_views
+from testtime.encoding.store import Features
 from testtime.encoding.stream import stream
-from testtime.features import Features
-from testtime.images import read_image
+from testtime.images import diffusion
+from testtime.images.diffusion import DiffusersVariations, FolderVariations, variation_pixels, variation_views
+from testtime.images.reading import read_image
+from testtime.images.views import clean
 from testtime.methods.difftpt import DiffTPT
 from testtime.methods.tpt import TPT, State
 from testtime.types import ViewPlan
-from testtime.views import clean
 
 NAMES = ("cat", "dog", "fox", "grand piano", "oak tree")
 

@@ -13,7 +13,7 @@ import typer
 
 import testtime as tt
 from testtime import registry
-from testtime.cli import app
+from testtime.cli.app import app
 from testtime.datasets import BENCHMARKS
 from testtime.methods.dpe import DIFFERENCES
 

@@ -21,8 +21,8 @@ import pytest
 import typer
 from PIL import Image
 
-import testtime.encoders
-from testtime.cli import app, main
+import testtime.encoding.encoders
+from testtime.cli.app import app, main
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -101,7 +101,7 @@ def desk(stock: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def sit_down(patch: pytest.MonkeyPatch, folder: Path) -> None:
     """Work in a folder, where every encoder is the tiny one."""
-    load = testtime.encoders.load_encoder
+    load = testtime.encoding.encoders.load_encoder
     patch.chdir(folder)
 
     def under_that_name(name: str, device: object = "cpu", dtype: object = None) -> object:
@@ -109,7 +109,7 @@ def sit_down(patch: pytest.MonkeyPatch, folder: Path) -> None:
         encoder.name = name
         return encoder
 
-    patch.setattr(testtime.encoders, "load_encoder", under_that_name)
+    patch.setattr(testtime.encoding.encoders, "load_encoder", under_that_name)
     patch.setenv("COLUMNS", "120")
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from testtime.encoding.draw import draw, entries
+from testtime.images.draw import draw, entries
+from testtime.images.views import sample_views
 from testtime.types import InputError
-from testtime.views import sample_views
 
 
 @pytest.mark.parametrize("augmix", [False, True])

@@ -11,7 +11,7 @@ from tolerances import assert_close
 
 import testtime as tt
 from testtime import Features
-from testtime import encode as encoding
+from testtime.encoding import encode as encoding
 from testtime.encoding.stream import ROWS, stream
 from testtime.types import InputError, ViewPlan
 

@@ -21,8 +21,7 @@ import testtime
 from testtime import Session, Task, toy
 from testtime.methods.base import leaves
 from testtime.methods.dpe import DPE
-from testtime.types import Encoder, FeatureError, ImageError, InputError, StateError, UnknownName, ViewPlan
-from testtime.views import Preprocess
+from testtime.types import Encoder, FeatureError, ImageError, InputError, Preprocess, StateError, UnknownName, ViewPlan
 
 
 @pytest.fixture

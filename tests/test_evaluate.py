@@ -12,8 +12,8 @@ from small_data import make_folders, make_textures
 
 from testtime import load_encoder
 from testtime.datasets import Dataset, open_dataset
-from testtime.evaluate import Plan, described, evaluate, find_dataset, markdown, summary
-from testtime.recipes import recipe
+from testtime.experiments.evaluate import Plan, described, evaluate, find_dataset, markdown, summary
+from testtime.experiments.recipes import recipe
 from testtime.types import InputError, UnknownName, ViewPlan
 
 
@@ -143,7 +143,7 @@ def test_the_command_loads_no_encoder_where_nothing_is_left_to_do(pets, tmp_path
     def asked(name: str, *_: object) -> None:
         raise InputError(f"asked for {name}")
 
-    monkeypatch.setattr("testtime.encoders.load_encoder", asked)
+    monkeypatch.setattr("testtime.encoding.encoders.load_encoder", asked)
     assert command(*arguments) == 0
     assert capsys.readouterr().out == first
     assert command(*arguments, "--seeds", "3") == 2 and "asked for tiny" in capsys.readouterr().err
@@ -153,7 +153,7 @@ def test_the_command_loads_no_encoder_where_nothing_is_left_to_do(pets, tmp_path
 def test_features_that_are_there_are_enough_for_another_method(pets, tmp_path, capsys, monkeypatch) -> None:
     arguments = ["eval", pets, "--encoder", "tiny", "--views", 2, "--seeds", "1", "--out", tmp_path / "o", "--json"]
     assert command(*arguments, "--methods", "tda") == 0
-    monkeypatch.setattr("testtime.encoders.load_encoder", None)
+    monkeypatch.setattr("testtime.encoding.encoders.load_encoder", None)
     assert command(*arguments, "--methods", "tda,dpe") == 0, capsys.readouterr().err
 
 

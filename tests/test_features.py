@@ -10,8 +10,9 @@ from safetensors.torch import load_file, save_file
 from tolerances import assert_close
 
 from testtime import Features, save_features, toy
-from testtime.features import unit_views, write_index
+from testtime.encoding.store import write_index
 from testtime.files import open_tensors, write_tensors
+from testtime.ops import unit_views
 from testtime.types import FeatureError
 
 N, V, C, D = 10, 3, 4, 8

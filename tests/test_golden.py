@@ -16,9 +16,9 @@ from tolerances import assert_close
 
 from testtime import Features, Session, registry
 from testtime.bank import Bank
-from testtime.cli import main
-from testtime.features import unit_views
+from testtime.cli.app import main
 from testtime.methods.base import kinds, leaves
+from testtime.ops import unit_views
 from testtime.steppers import open_stepper
 from testtime.steppers.gpu import graph
 from testtime.types import Task

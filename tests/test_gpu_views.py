@@ -8,11 +8,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from testtime import views as plain
-from testtime.encoding import gpu_views as fast
-from testtime.encoding.draw import draw
-from testtime.types import InputError
-from testtime.views import OPERATIONS, Operation, Preprocess
+from testtime.images import gpu_views as fast
+from testtime.images import views as plain
+from testtime.images.draw import draw
+from testtime.images.views import OPERATIONS, Operation
+from testtime.types import InputError, Preprocess
 
 LEVEL = 1 / 255
 AMOUNTS = {

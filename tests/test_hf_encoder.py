@@ -21,11 +21,11 @@ from tolerances import assert_close
 from torch.nn.functional import normalize
 
 from testtime import InputError, MissingPart, Session, build_task, load_encoder
-from testtime.contexts import build_context
-from testtime.coop import CoOpSettings, train
-from testtime.encoders import clip, hf, hub
-from testtime.types import Encoder
-from testtime.views import Preprocess, clean
+from testtime.encoding.encoders import clip, hf, hub
+from testtime.images.views import clean
+from testtime.text.contexts import build_context
+from testtime.text.coop import CoOpSettings, train
+from testtime.types import Encoder, Preprocess
 
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="needs testtime[hf]: no transformers"

@@ -22,8 +22,8 @@ from trees import png
 from testtime import load_encoder, registry
 from testtime.datasets import open_dataset, shards
 from testtime.datasets.dataset import MOST_CLASSES
-from testtime.images import find_images, read_image
-from testtime.prompts import build_task, check_classes, read_classes, read_classes_file, read_descriptions
+from testtime.images.reading import find_images, read_image
+from testtime.text.prompts import build_task, check_classes, read_classes, read_classes_file, read_descriptions
 from testtime.types import ImageError, InputError
 
 DEEP = b"[" * 100_000

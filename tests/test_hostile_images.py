@@ -18,13 +18,14 @@ import torch
 from PIL import Image
 from test_stream import by_device, by_threads
 
-from testtime import images, load_encoder
-from testtime.encoding import gpu_views
+from testtime import load_encoder
 from testtime.encoding import stream as streams
-from testtime.images import read_image
-from testtime.threads import workers
+from testtime.images import gpu_views
+from testtime.images import reading as images
+from testtime.images.reading import read_image
+from testtime.images.views import clean, views
+from testtime.machine.threads import workers
 from testtime.types import ImageError, InputError, ViewPlan
-from testtime.views import clean, views
 
 TINY = load_encoder("tiny")
 
@@ -221,7 +222,7 @@ def test_image_over_which_memory_runs_out_is_refused_in_its_turn(
             raise MemoryError
         return image
 
-    monkeypatch.setattr("testtime.views.seen", full)
+    monkeypatch.setattr("testtime.images.views.seen", full)
     monkeypatch.setattr(gpu_views, "seen", full)
     found = list(way(TINY, paths[:3], ViewPlan(2)))
     assert [entry.error is None for entry in found] == [True, False, True]

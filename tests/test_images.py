@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from testtime.images import (
+from testtime.images.reading import (
     IMAGE_SUFFIXES,
     MAX_PIXELS,
     as_rgb,

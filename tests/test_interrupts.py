@@ -13,9 +13,9 @@ import pytest
 from small_data import make_folders
 
 import testtime as tt
-from testtime import features
+from testtime.encoding import store as features
 from testtime.encoding import stream as streams
-from testtime.interrupts import held_back, told
+from testtime.machine.interrupts import held_back, told
 from testtime.types import Interrupted
 
 
@@ -128,10 +128,10 @@ def test_an_interrupt_while_loading_leaves_no_traceback(monkeypatch) -> None:
 
     class Stop:
         def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-            if name == "testtime.cli":
+            if name == "testtime.cli.app":
                 raise KeyboardInterrupt
 
-    monkeypatch.delitem(sys.modules, "testtime.cli", raising=False)
+    monkeypatch.delitem(sys.modules, "testtime.cli.app", raising=False)
     monkeypatch.setattr(sys, "meta_path", [Stop(), *sys.meta_path])
     with pytest.raises(SystemExit) as stopped:
         __main__.main()

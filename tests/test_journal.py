@@ -20,8 +20,9 @@ from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from testtime import files, runs
-from testtime.encoders.tiny import tiny
+from testtime import files
+from testtime.encoding.encoders.tiny import tiny
+from testtime.session import run as runs
 
 ENCODERS: dict[str, Any] = {}
 
@@ -30,7 +31,7 @@ ENCODERS: dict[str, Any] = {}
 def one_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same encoder for every command: to make it takes longer than to use it."""
     encoder = ENCODERS.setdefault("tiny", tiny())
-    monkeypatch.setattr("testtime.encoders.tiny.tiny", lambda *given: encoder)
+    monkeypatch.setattr("testtime.encoding.encoders.tiny.tiny", lambda *given: encoder)
 
 
 def picture(path: Path, number: int) -> Path:

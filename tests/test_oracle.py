@@ -7,11 +7,12 @@ import torch
 from safetensors import safe_open
 from tolerances import assert_close
 
-from testtime import InputError, oracle, registry, save_features, toy
-from testtime import replay as replays
-from testtime.features import Features
+from testtime import InputError, registry, save_features, toy
+from testtime.encoding.store import Features
+from testtime.experiments import oracle
 from testtime.methods.dmn import DMN
 from testtime.methods.tda import TDA
+from testtime.session import replay as replays
 
 TOLD = "dmn (oracle: fusion weight chosen with test labels)"
 

@@ -10,15 +10,8 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from testtime import InputError, UnknownName, load_encoder
-from testtime.prompts import (
-    TEMPLATES,
-    build_task,
-    find_templates,
-    parse_classes,
-    read_classes,
-    read_classes_file,
-)
-from testtime.views import Preprocess
+from testtime.text.prompts import TEMPLATES, build_task, find_templates, parse_classes, read_classes, read_classes_file
+from testtime.types import Preprocess
 
 
 class Letters:

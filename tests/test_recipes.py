@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from testtime import recipes, registry
+from testtime import registry
 from testtime.datasets import templates
-from testtime.recipes import find_recipe, published, read_recipe, recipe
+from testtime.experiments import recipes
+from testtime.experiments.recipes import find_recipe, published, read_recipe, recipe
 from testtime.types import InputError, UnknownName, ViewPlan
 
 PAPER = Path(__file__).parents[2] / "shared" / "paper" / "dpe.tex"

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import testtime as tt
-from testtime.features import Features, save_features, write_index
-from testtime.replay import replay
+from testtime.encoding.store import Features, save_features, write_index
+from testtime.session.replay import replay
 from testtime.types import FeatureError
 
 SHARDS, IMAGES, VIEWS, DIM, CLASSES = 6, 100, 256, 1024, 5  # 105 MB in float32 a shard, 630 MB in all

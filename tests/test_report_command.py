@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import testtime as tt
-from testtime.cli import main
-from testtime.encode import encode
-from testtime.views import Preprocess
+from testtime.cli.app import main
+from testtime.encoding.encode import encode
+from testtime.types import Preprocess
 
 
 class Colour:

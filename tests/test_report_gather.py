@@ -9,11 +9,11 @@ import torch
 
 import testtime as tt
 from testtime import metrics, registry
-from testtime.engine import Session
 from testtime.report import Grid, Series, html
 from testtime.report import queues as queue_maps
 from testtime.report.conditions import conditions
 from testtime.report.gather import stream_report, sweep, unlabelled_report
+from testtime.session.session import Session
 from testtime.types import InputError, MissingPart
 
 

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 import testtime as tt
-from testtime.encoders.tiny import tiny
+from testtime.encoding.encoders.tiny import tiny
 
 COUNT = 20
 BROKEN = {"in the middle": (6, 7, 13), "at both ends": (0, 1, 19)}
@@ -21,7 +21,7 @@ BROKEN = {"in the middle": (6, 7, 13), "at both ends": (0, 1, 19)}
 def one_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same encoder for every command: to make it takes longer than to use it."""
     encoder = ENCODERS.setdefault("tiny", tiny())
-    monkeypatch.setattr("testtime.encoders.tiny.tiny", lambda *given: encoder)
+    monkeypatch.setattr("testtime.encoding.encoders.tiny.tiny", lambda *given: encoder)
 
 
 ENCODERS: dict[str, Any] = {}

@@ -18,7 +18,7 @@ import torch
 
 import testtime as tt
 from testtime import Session
-from testtime.interrupts import held_back
+from testtime.machine.interrupts import held_back
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from trees import png
 
 from testtime.datasets import open_dataset
 from testtime.datasets.shards import find_shards
-from testtime.images import read_image
+from testtime.images.reading import read_image
 from testtime.types import ImageError, InputError
 
 

@@ -20,18 +20,18 @@ from small_data import make_folders
 
 import testtime as tt
 from testtime import Features, build_task, load_encoder, toy
-from testtime import encode as encoding
-from testtime.bench import Bench, System, run_systems
-from testtime.cells import Cell, Lab, run_cells
 from testtime.datasets import Dataset, open_dataset
 from testtime.datasets.shards import TarImage
 from testtime.datasets.tables import TableImage
-from testtime.features import save_features
+from testtime.encoding import encode as encoding
+from testtime.encoding.store import save_features
+from testtime.experiments import Bench, System, run_systems
+from testtime.experiments.cells import Cell, Lab, run_cells
 from testtime.files import write_tensors
-from testtime.identity import identity, weights
+from testtime.files.identity import identity, weights
+from testtime.files.outputs import distinct
 from testtime.methods.tda import TDA
 from testtime.methods.zeroshot import ZeroShot
-from testtime.outputs import distinct
 from testtime.types import FeatureError, InputError, ViewPlan
 
 CLASSES = "cat,dog,fox"
@@ -165,7 +165,7 @@ def test_a_replaced_image_is_encoded_again_and_with_it_its_shard_alone(cli, pets
 def test_replaced_weights_are_used(cli, pets, tmp_path, monkeypatch, passes) -> None:
     """An encoder whose name is a file's: what is in the file decides, and not its name."""
     file = tmp_path / "mine.pt"
-    monkeypatch.setattr("testtime.encoders.clip.load", lambda spec, *rest: named(spec, file, *rest))
+    monkeypatch.setattr("testtime.encoding.encoders.clip.load", lambda spec, *rest: named(spec, file, *rest))
     name = ["-e", f"open_clip:ViT-B-16/{file}"]
     found = []
     for seed in ("0", "3"):
@@ -180,7 +180,7 @@ def test_replaced_weights_are_used(cli, pets, tmp_path, monkeypatch, passes) -> 
 
 
 def named(spec: str, file: Path, *rest: Any) -> Any:
-    from testtime.encoders.tiny import tiny
+    from testtime.encoding.encoders.tiny import tiny
 
     encoder = tiny(int(file.read_text()[0]), *rest)
     encoder.name = f"open_clip:{spec}"
@@ -339,7 +339,7 @@ def test_shards_that_do_not_say_what_they_were_made_from_are_not_trusted(
 
 
 def test_replaced_variations_are_encoded_again(tmp_path, passes) -> None:
-    from testtime.diffusion import FolderVariations
+    from testtime.images.diffusion import FolderVariations
 
     pets = make_folders(tmp_path / "pets", images=1)
     paths = sorted(pets.rglob("*.png"))
@@ -451,7 +451,7 @@ def test_a_cell_of_scores_that_are_not_finite_is_not_written(pets, tmp_path, mon
     lab = Lab(tmp_path / "o", load_encoder("tiny"), open_dataset(pets))
     logits = torch.zeros(12, 3)
     logits[5, 1] = value
-    monkeypatch.setattr("testtime.cells.sweep", lambda task, methods, stream: [logits for _ in methods])
+    monkeypatch.setattr("testtime.experiments.cells.sweep", lambda task, methods, stream: [logits for _ in methods])
     order = torch.randperm(12, generator=torch.Generator().manual_seed(1))
     image = lab.dataset.paths[int(order[5])]
     with pytest.raises(InputError, match=f"Method 'tda' gives NaN or infinity for {image} with .*pos_alpha="):

@@ -17,13 +17,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import testtime as tt
-from testtime import engine, ops, steppers
+from testtime import ops, steppers
 from testtime.methods.base import kinds, leaves
 from testtime.methods.dmn import DMN
 from testtime.methods.dota import DOTA
 from testtime.methods.dpe import DPE
 from testtime.methods.tda import TDA
 from testtime.methods.tps import TPS
+from testtime.session import session as engine
 from testtime.steppers import ALIGNMENT, form_of, laid, laid_rows, laid_task, open_stepper
 from testtime.steppers.forms import FORMS, SHARES, Form, understood
 from testtime.steppers.gpu import graph

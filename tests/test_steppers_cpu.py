@@ -11,14 +11,15 @@ from test_steppers_cpu_dpe import assert_goes_on
 from tolerances import assert_close
 
 import testtime as tt
-from testtime import oracle, steppers
+from testtime import steppers
+from testtime.experiments import oracle
 from testtime.methods.base import leaves
 from testtime.methods.dmn import DMN
 from testtime.methods.tda import TDA
 from testtime.methods.tps import TPS
 from testtime.steppers import form_of, laid_task, open_stepper, together
 from testtime.steppers.plain import Plain, Row
-from testtime.sweeps import sweep
+from testtime.steppers.sweep import sweep
 
 CASES = {
     "tda, released": TDA(),

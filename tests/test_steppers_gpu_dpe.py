@@ -18,7 +18,8 @@ from test_steppers_cpu_dpe import SETTINGS
 from tolerances import TOLERANCES
 
 import testtime as tt
-from testtime import capture, steppers
+from testtime import steppers
+from testtime.machine import capture
 from testtime.methods.dpe import DPE
 from testtime.steppers.forms import FORMS, understood
 from testtime.steppers.gpu import dpe, graph

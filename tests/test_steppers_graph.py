@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import testtime as tt
-from testtime import capture
+from testtime.machine import capture
 from testtime.methods.base import Base, leaves
 from testtime.methods.dpe import DPE
 from testtime.steppers.gpu import graph
@@ -283,8 +283,8 @@ def test_precision_of_products_is_set_back() -> None:
 
 
 def test_answers_of_another_shape_than_logits_keep_it() -> None:
+    from testtime.experiments.oracle import parts_of
     from testtime.methods.dmn import DMN
-    from testtime.oracle import parts_of
 
     task, stream, _ = tt.toy(images=20, views=3)
     method = parts_of(DMN())

@@ -18,16 +18,16 @@ from torch import Tensor
 
 import testtime as tt
 from testtime import load_encoder
-from testtime.encoders import Deferred
-from testtime.encoders.tiny import tiny
 from testtime.encoding import stream as streams
 from testtime.encoding.compiled import Compiled
+from testtime.encoding.encoders import Deferred
+from testtime.encoding.encoders.tiny import tiny
 from testtime.encoding.stream import ROWS, Encoded, stream
-from testtime.images import read_image
+from testtime.images.reading import read_image
+from testtime.images.views import views
+from testtime.machine.threads import workers
 from testtime.ops import unit
-from testtime.threads import workers
 from testtime.types import FeatureError, ImageError, InputError, ViewPlan
-from testtime.views import views
 
 TINY = load_encoder("tiny")
 NAMES = ["cat", "dog", "fox"]
@@ -208,7 +208,7 @@ def test_unexpected_failure_is_raised(way: Way, monkeypatch: pytest.MonkeyPatch)
     def bug(path: Path, admit: object) -> Image.Image:
         raise KeyError("a bug")
 
-    monkeypatch.setattr("testtime.images.read_image", bug)
+    monkeypatch.setattr("testtime.images.reading.read_image", bug)
     with pytest.raises(KeyError, match="a bug"):
         list(way(TINY, [Path("x")], ViewPlan()))
 
@@ -336,7 +336,7 @@ def test_images_are_read_side_by_side(way: Way, monkeypatch: pytest.MonkeyPatch,
         both.wait(30)  # for another that is read at the same time
         return photo(0)
 
-    monkeypatch.setattr("testtime.images.read_image", slow)
+    monkeypatch.setattr("testtime.images.reading.read_image", slow)
     assert all(entry.error is None for entry in way(TINY, [Path("x")] * 16, ViewPlan(2)))
 
 
@@ -349,7 +349,7 @@ def test_images_that_nobody_waits_for_are_not_read(monkeypatch: pytest.MonkeyPat
         assert len(read) <= needed or go.wait(30)
         return photo(0)
 
-    monkeypatch.setattr("testtime.images.read_image", slow)
+    monkeypatch.setattr("testtime.images.reading.read_image", slow)
     source = by_device(TINY, [Path("x")] * 50, ViewPlan(64))
     next(source)
     source.close()

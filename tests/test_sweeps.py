@@ -6,11 +6,12 @@ import pytest
 import torch
 
 import testtime as tt
-from testtime import steppers, sweeps
-from testtime.features import unit_views
+from testtime import steppers
 from testtime.methods.dpe import DPE
 from testtime.methods.tda import TDA
+from testtime.ops import unit_views
 from testtime.steppers import room
+from testtime.steppers import sweep as sweeps
 from testtime.steppers.forms import FORMS
 from testtime.types import InputError
 

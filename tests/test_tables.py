@@ -8,7 +8,7 @@ from trees import png
 
 from testtime.datasets import open_dataset
 from testtime.datasets import tables as reader
-from testtime.images import read_image
+from testtime.images.reading import read_image
 from testtime.types import ImageError, InputError, MissingPart
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")

@@ -13,9 +13,9 @@ from tolerances import TOLERANCES, assert_close
 
 from testtime import MissingPart, Session, SettingError, Task, build_task, load_encoder, ops, registry, toy
 from testtime.checks import check_method
-from testtime.contexts import build_context
 from testtime.methods.base import kinds
 from testtime.methods.tpt import CTPT, TPT, State
+from testtime.text.contexts import build_context
 
 NAMES = ("cat", "dog", "fox", "grand piano", "oak tree")
 TRACES = {"tpt_v64_c10": TPT, "ctpt_v64_c10": CTPT}

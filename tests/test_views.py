@@ -13,18 +13,8 @@ from PIL import Image
 from torchvision import transforms
 from torchvision.transforms import functional
 
-from testtime.types import InputError
-from testtime.views import (
-    OPERATIONS,
-    Preprocess,
-    _affine,
-    _augmix,
-    _crop,
-    _unit,
-    clean,
-    sample_views,
-    views,
-)
+from testtime.images.views import OPERATIONS, _affine, _augmix, _crop, _unit, clean, sample_views, views
+from testtime.types import InputError, Preprocess
 
 DATA = Path(__file__).parents[2] / "shared" / "data"
 SMALL = Preprocess(size=32, resize=32)

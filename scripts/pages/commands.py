@@ -9,7 +9,7 @@ from typing import Any
 import typer
 
 from pages import NOTICE, table
-from testtime.cli import app
+from testtime.cli.app import app
 
 
 def walk(command: Any, name: str) -> Iterator[tuple[str, Any]]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from pages import table
-from testtime import recipes
-from testtime.bench import EXPERIMENTS, SYSTEMS
-from testtime.recipes import Published
+from testtime.experiments import EXPERIMENTS, SYSTEMS, recipes
+from testtime.experiments.recipes import Published
 
 # settings of a recipe by method, and how the table heads them
 SETTINGS = {

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from testtime.bench.systems import SYSTEMS
+from testtime.experiments.systems import SYSTEMS
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 FILES = ("h200-commands.json", "h200-parts.json")  # a stage is told from the first with it

@@ -16,39 +16,39 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 __version__ = "0.1.0"
 
 _HOME = {
-    "Features": "testtime.features",
+    "Features": "testtime.encoding.store",
     "FeatureError": "testtime.types",
     "ImageError": "testtime.types",
     "InputError": "testtime.types",
     "MissingPart": "testtime.types",
     "Prediction": "testtime.types",
-    "Session": "testtime.engine",
+    "Session": "testtime.session.session",
     "SettingError": "testtime.types",
     "StateError": "testtime.types",
     "Task": "testtime.types",
     "TesttimeError": "testtime.types",
     "UnknownName": "testtime.types",
-    "build_task": "testtime.prompts",
-    "folder": "testtime.images",
-    "load_encoder": "testtime.encoders",
+    "build_task": "testtime.text.prompts",
+    "folder": "testtime.images.reading",
+    "load_encoder": "testtime.encoding.encoders",
     "make_method": "testtime.registry",
     "method_names": "testtime.registry",
-    "save_features": "testtime.features",
-    "sweep": "testtime.sweeps",
+    "save_features": "testtime.encoding.store",
+    "sweep": "testtime.steppers.sweep",
     "toy": "testtime.synthetic",
 }
 
 __all__ = sorted([*_HOME, "__version__"])
 
 if TYPE_CHECKING:
-    from testtime.encoders import load_encoder
-    from testtime.engine import Session
-    from testtime.features import Features, save_features
-    from testtime.images import folder
-    from testtime.prompts import build_task
+    from testtime.encoding.encoders import load_encoder
+    from testtime.encoding.store import Features, save_features
+    from testtime.images.reading import folder
     from testtime.registry import make_method, method_names
-    from testtime.sweeps import sweep
+    from testtime.session.session import Session
+    from testtime.steppers.sweep import sweep
     from testtime.synthetic import toy
+    from testtime.text.prompts import build_task
     from testtime.types import (
         FeatureError,
         ImageError,

@@ -6,7 +6,7 @@ import sys
 def main() -> None:
     """The command line; an interrupt while it is being loaded ends it without a traceback."""
     try:
-        from testtime.cli import main as command
+        from testtime.cli.app import main as command
     except KeyboardInterrupt:
         sys.exit(130)
     command()

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from testtime import registry
-from testtime.engine import Session
 from testtime.methods.base import leaves
+from testtime.session.session import Session
 from testtime.steppers import open_stepper
 from testtime.synthetic import toy
 from testtime.types import FeatureError, Task

@@ -15,6 +15,8 @@ The error tree:
 
 from __future__ import annotations
 
+ODD = "backslashreplace"  # what becomes of a file name that is not UTF-8, wherever it is written
+
 
 class TesttimeError(Exception):
     """Something failed while working."""

@@ -1,7 +1,8 @@
 """The arithmetic that methods share: entropies, confident views, and residual steps in closed form.
 
 Shapes: C classes, D features, V views, R rows of a loss. Entropies are in nats. Ties go to the lower index.
-Nothing here branches on a tensor's value, so every function can be compiled, captured and batched.
+Nothing here branches on a tensor's value but `unit_views`, which refuses what no method can use; so everything else can
+be compiled, captured and batched.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from testtime.errors import FeatureError
 
 # Chances and slopes below it count as zero. They move nothing, and as denormals, which they become when they are
 # multiplied, they would slow a product down by up to a hundred times.
@@ -291,3 +294,41 @@ class AdamW(NamedTuple):
         spread = (second.sqrt() / math.sqrt(1 - b2**number)).add_(self.eps)
         residual = torch.addcdiv(residual, first, spread, value=-self.lr / (1 - b1**number))
         return residual.to(dtype), (first, second)
+
+
+def unit_views(views: Tensor, like: Tensor, first: int = 0) -> Tensor:
+    """Views (N, V, D) with unit rows, in the dtype and on the device of the prototypes `like` (C, D).
+
+    Refuses what no method can use; `first` is the stream index of row 0, for the message.
+    """
+    directions, good = checked_views(views, like)
+    if not good.all():
+        raise refuse_views(views, first)
+    return directions
+
+
+def checked_views(views: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Views (N, V, D) with unit rows as `unit_views` gives them, and which images can be used (N,); nobody waits."""
+    dim = like.shape[-1]
+    if views.ndim != 3 or 0 in views.shape[:2] or views.shape[2] != dim:
+        raise FeatureError(f"Views must be (N, V, {dim}) with at least one view; got {tuple(views.shape)}.")
+    if not views.is_floating_point():
+        raise FeatureError(f"Views must be floating point; got {views.dtype}.")
+    directions = unit(views.detach().to(like))
+    return directions, _usable(directions).all(1)
+
+
+def _usable(directions: Tensor) -> Tensor:
+    """Which rows (..., D) have become unit rows: not NaN, not zero, and not what overflowed."""
+    return (directions.norm(dim=-1) - 1).abs() < 0.1
+
+
+def refuse_views(views: Tensor, first: int = 0) -> FeatureError:
+    """What is wrong with the first of these views (N, V, D) that cannot be used."""
+    image, view = (~_usable(unit(views.detach().float()))).nonzero()[0].tolist()
+    row = views[image, view]
+    what = "hold NaN or infinity" if not torch.isfinite(row).all() else "cannot be normalised"
+    return FeatureError(
+        f"Features of image {first + image}, view {view}, {'are all zero' if not row.any() else what}; such an "
+        "image cannot be learned from. Encode it again, or leave it out."
+    )

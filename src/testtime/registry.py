@@ -6,11 +6,11 @@ Other packages add methods with an entry point in the group `testtime.methods`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 from testtime.errors import MissingPart, SettingError, UnknownName
 
@@ -93,10 +93,20 @@ def settings_of(method: Any) -> dict[str, Any]:
     return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(method).items()}
 
 
+def kinds(method: Any) -> dict[str, Any]:
+    """The type of each of a method's settings, by name, in order."""
+    hints = get_type_hints(method)
+    return {entry.name: hints[entry.name] for entry in fields(method)}
+
+
+def require(condition: bool, name: str, value: object, wanted: str) -> None:
+    """Refuse a setting whose value is out of range, saying what it may be."""
+    if not condition:
+        raise SettingError(f"Setting {name}={value!r}: {wanted}.")
+
+
 def read_setting(cls: type[Any], key: str, value: object) -> object:
     """`value` as the type of the setting `key`, from text if need be."""
-    from testtime.methods.base import kinds  # loads torch, which names alone do not need
-
     if key not in kinds(cls):
         raise unknown(f"setting of {cls.name}", key, kinds(cls))
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -21,8 +21,7 @@ from testtime.errors import TesttimeError as TesttimeError
 from testtime.errors import UnknownName as UnknownName
 
 if TYPE_CHECKING:
-    from testtime.diffusion import Variations
-    from testtime.views import Preprocess
+    from PIL.Image import Image
 
 
 @runtime_checkable
@@ -141,6 +140,35 @@ class Prediction:
             zero_shot_index=zero_index,
             logits=logits,
         )
+
+
+@dataclass(frozen=True)
+class Preprocess:
+    """How a model wants its images; the clean view is made by exactly this."""
+
+    size: int = 224  # side of the square that the model sees
+    resize: int = 224  # what the image is scaled to before the centre crop
+    mode: Literal["shortest", "squash"] = "shortest"  # the shortest side becomes `resize`, or both do
+    interpolation: Literal["bicubic", "bilinear"] = "bicubic"
+    mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)
+    std: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)
+
+    def __post_init__(self) -> None:
+        if self.size < 1 or self.resize < 1:
+            raise InputError(f"Image sides must be 1 or more; got size={self.size}, resize={self.resize}.")
+        if self.mode not in ("shortest", "squash"):
+            raise InputError(f"Unknown resize mode {self.mode!r}. Available: shortest, squash.")
+        if self.interpolation not in ("bicubic", "bilinear"):
+            raise InputError(f"Unknown interpolation {self.interpolation!r}. Available: bicubic, bilinear.")
+        if len(self.mean) != 3 or len(self.std) != 3 or not min(self.std) > 0:
+            raise InputError(f"Expected 3 means and 3 positive deviations; got {self.mean}, {self.std}.")
+
+
+class Variations(Protocol):
+    """Where an image's variations come from."""
+
+    def __call__(self, image: Image, count: int, seed: int) -> list[Image]:
+        """`count` images that show what `image` shows, in RGB; the same arguments, the same images."""
 
 
 MOST_VIEWS = 10_000  # 6 GB of pixels at 224 a side

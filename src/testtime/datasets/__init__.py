@@ -13,7 +13,7 @@ from testtime.datasets.dataset import Dataset, labels_among, listed_images, subf
 from testtime.datasets.locate import Place, identify, locate, read_benchmark
 from testtime.datasets.own import read_folders
 from testtime.datasets.splits import SPLIT, read_split
-from testtime.images import IMAGE_SUFFIXES
+from testtime.images.reading import IMAGE_SUFFIXES
 from testtime.types import InputError
 
 __all__ = [

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from testtime.images import IMAGE_SUFFIXES, class_numbers, folded_name, labels_from_folders
-from testtime.regular import read_bytes
+from testtime.files.regular import read_bytes
+from testtime.images.reading import IMAGE_SUFFIXES, class_numbers, folded_name, labels_from_folders
 from testtime.types import InputError, StoredImage
 
 CLASSNAMES = "classnames.txt"  # honoured beside images whose labels are numbers

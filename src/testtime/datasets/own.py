@@ -9,8 +9,8 @@ from typing import Any
 from testtime.datasets.dataset import Dataset, listed_images, number_labels, present, spaced, subfolders
 from testtime.datasets.imagenet import class_table
 from testtime.files import parse_json
-from testtime.images import find_images
-from testtime.regular import read_bytes
+from testtime.files.regular import read_bytes
+from testtime.images.reading import find_images
 from testtime.types import InputError
 
 PARTS = {

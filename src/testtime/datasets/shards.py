@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from testtime.datasets.dataset import Dataset, number_labels, written
 from testtime.files import parse_json
-from testtime.images import IMAGE_SUFFIXES
+from testtime.images.reading import IMAGE_SUFFIXES
 from testtime.types import InputError
 
 LABELS = (".cls", ".txt", ".json")  # a number; a class name; an object that has either under `label` or `cls`

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from testtime.datasets.dataset import Dataset, present, spaced, subfolders
 from testtime.files import parse_json
-from testtime.regular import read_bytes
+from testtime.files.regular import read_bytes
 from testtime.types import InputError
 
 SPLIT = "split_zhou_*.json"  # [path, label, class name] under train, val and test

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, normalize
 
-from testtime.capture import capture, reason, warn_once
+from testtime.machine.capture import capture, reason, warn_once
 from testtime.types import DeviceEncoder
 
 ALIKE = 0.999  # cosine of features, in half precision, of two ways to compute them

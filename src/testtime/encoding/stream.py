@@ -32,14 +32,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from testtime.encoders import needed
-from testtime.features import checked_views, refuse_views, unit_views
-from testtime.threads import workers
+from testtime.encoding.encoders import needed
+from testtime.machine.threads import workers
+from testtime.ops import checked_views, refuse_views, unit_views
 from testtime.types import DeviceEncoder, Encoder, InputError, StoredImage, ViewPlan
 
 if TYPE_CHECKING:
     from testtime.encoding.compiled import Compiled
-    from testtime.encoding.draw import Drawn
+    from testtime.images.draw import Drawn
 
 ROWS = 8  # views that a thread of the CPU encodes at a time
 LAUNCH = 64  # views that a GPU encodes at a time, or those of one image where it has more
@@ -141,12 +141,12 @@ def _opened(source: Source, admit: Callable[[tuple[int, int]], object]) -> Any:
     """A Pillow image of a source; `admit` hears how large one will be that is yet to be decoded."""
     from PIL import Image
 
-    from testtime.images import read_image
+    from testtime.images.reading import read_image
 
     if isinstance(source, str | StoredImage):
         return read_image(source, admit)
     if isinstance(source, Tensor):
-        from testtime.encoding.gpu_views import as_picture
+        from testtime.images.gpu_views import as_picture
 
         return Image.fromarray(as_picture(source).cpu().numpy())
     return source
@@ -194,7 +194,7 @@ def _trim() -> None:
 
 def _needed(extent: tuple[int, int]) -> int:
     """Bytes that an image of some width and height takes while it is worked on."""
-    from testtime.images import PIXEL
+    from testtime.images.reading import PIXEL
 
     return extent[0] * extent[1] * PIXEL
 
@@ -238,12 +238,12 @@ def _prepare(
 
 def _views(image: Any, encoder: Encoder, plan: ViewPlan, index: int) -> Tensor:
     """Pixels of all views (V, 3, H, W) of a Pillow image."""
-    from testtime.views import views
+    from testtime.images.views import views
 
     pixels = views(image, plan.count, encoder.preprocess, seed=plan.seed, index=index, augmix=plan.augmix)
     if plan.variations is None:
         return pixels
-    from testtime.diffusion import variation_views
+    from testtime.images.diffusion import variation_views
 
     with _drawing:
         return torch.cat([pixels, variation_views(encoder.preprocess, image, plan, index)])
@@ -271,7 +271,7 @@ def _held(room: Room) -> Iterator[Callable[[tuple[int, int]], object]]:
 @contextmanager
 def _large(source: Source) -> Iterator[None]:
     """Blame the image where memory runs out over it."""
-    from testtime.images import blamed, name_of
+    from testtime.images.reading import blamed, name_of
 
     try:
         yield
@@ -345,8 +345,8 @@ class _Device:
 
         Threads wait for no room: it is whoever takes the features that makes it, and who may take other things first.
         """
-        from testtime.encoding.draw import draw
-        from testtime.encoding.gpu_views import as_picture
+        from testtime.images.draw import draw
+        from testtime.images.gpu_views import as_picture
 
         taken = 0
 
@@ -426,7 +426,7 @@ class _Device:
 
     def _grey(self, reads: Sequence[_Read]) -> Tensor:
         """Views of some images (n, V, 3, size, size)."""
-        from testtime.encoding.gpu_views import grey_views
+        from testtime.images.gpu_views import grey_views
 
         return grey_views([read.pixels for read in reads], [read.drawn for read in reads], self.encoder.preprocess)
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, get_args, get_origin
 
 import torch
 from torch import Tensor
 
-from testtime.types import SettingError, Task
+from testtime.registry import kinds
+from testtime.registry import require as require
+from testtime.types import Task
 
 LARGEST = 2**31  # of whole numbers among settings, so that sizes made of them can be told
 
@@ -72,12 +74,6 @@ class Base:
         """Nothing to ask of the task beyond its prototypes."""
 
 
-def kinds(method: Any) -> dict[str, Any]:
-    """The type of each of a method's settings, by name, in order."""
-    hints = get_type_hints(method)
-    return {entry.name: hints[entry.name] for entry in fields(method)}
-
-
 def leaves(state: Any) -> list[Tensor]:
     """The tensors of a state, nested NamedTuples flattened, in order."""
     if isinstance(state, Tensor):
@@ -90,9 +86,3 @@ def differ(before: Any, after: Any) -> Tensor:
     pairs = zip(leaves(before), leaves(after), strict=True)
     changed = [(old != new).any() for old, new in pairs if old is not new]
     return torch.stack(changed).any() if changed else torch.zeros((), dtype=torch.bool)
-
-
-def require(condition: bool, name: str, value: object, wanted: str) -> None:
-    """Refuse a setting whose value is out of range, saying what it may be."""
-    if not condition:
-        raise SettingError(f"Setting {name}={value!r}: {wanted}.")

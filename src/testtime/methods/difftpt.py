@@ -5,8 +5,8 @@ ICCV 2023.
 
 TPT whose views are not only crops of the image but also variations of it drawn by a diffusion model. Variations may
 show something else, so views are first filtered by how alike their logits are to the image's own; the confident
-ones of what is left tune the prompt, in four steps. `testtime.diffusion` makes the views: the clean one, crops, then
-variations.
+ones of what is left tune the prompt, in four steps. `testtime.images.diffusion` makes the views: the clean one,
+crops, then variations.
 
 Departures: those of TPT.
 """

@@ -8,8 +8,8 @@ classifier of its own, class vectors that lean towards the memories most like it
 added to the zero-shot ones. (The static memory of the paper needs labelled images: no part of DMN-ZS.)
 
 Departures: the published numbers pick the fusion weight of each dataset with its test labels; here it is a
-setting, and that search, in `testtime.oracle`, is another system. Selection keeps at least one view, where the
-released code keeps none of fewer than ten.
+setting, and that search, in `testtime.experiments.oracle`, is another system. Selection keeps at least one view, where
+the released code keeps none of fewer than ten.
 """
 
 from __future__ import annotations

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from testtime import ops
-from testtime.contexts import at_start
 from testtime.methods.base import require
 from testtime.methods.tuning import Tuning
+from testtime.text.contexts import at_start
 from testtime.types import Context, MissingPart, Task
 
 GROUP = 8  # images of a scan that share what the text tower computes for the untuned prompt

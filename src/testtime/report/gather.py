@@ -17,13 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from testtime import metrics, registry, sweeps
-from testtime.engine import Session
-from testtime.features import Features, unit_views
+from testtime import metrics, registry
+from testtime.encoding.store import Features
+from testtime.ops import unit_views
 from testtime.report import pictures, unlabelled
 from testtime.report.data import Answers, Curve, Grid, QueueMap, Series, StreamReport, UnlabelledReport
 from testtime.report.queues import Moment, bank_of, need_tsne, queue_map
 from testtime.report.words import count
+from testtime.session.session import Session
+from testtime.steppers import sweep as sweeps
 from testtime.types import InputError, Method, StoredImage, Task
 
 CHUNK = 128  # images read and run at a time

@@ -26,7 +26,7 @@ def make_thumbnails(images: Mapping[int, str | StoredImage], most: int = MOST, t
     """
     from PIL import Image, ImageOps
 
-    from testtime.images import read_image
+    from testtime.images.reading import read_image
 
     made: dict[int, str] = {}
     size = 0

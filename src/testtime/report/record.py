@@ -6,10 +6,10 @@ import math
 import time
 from importlib.util import find_spec
 
-from testtime.engine import Session
 from testtime.report.data import StreamReport, UnlabelledReport
 from testtime.report.gather import BASELINE, Runner, scored, subtitle, unscored
 from testtime.report.queues import Moment, Tracer, bank_of, queue_map
+from testtime.session.session import Session
 from testtime.types import InputError, Prediction, StoredImage
 
 

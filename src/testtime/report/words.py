@@ -85,4 +85,4 @@ def table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
 @cache
 def part(name: str) -> str:
     """A style sheet, a script or the frame of the page, from the package's data."""
-    return (files("testtime") / "data" / "report" / name).read_text(encoding="utf-8")
+    return (files("testtime") / "report" / "assets" / name).read_text(encoding="utf-8")

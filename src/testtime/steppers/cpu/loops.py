@@ -22,7 +22,7 @@ from numba.extending import intrinsic, overload
 from numpy.typing import NDArray
 from torch import Tensor
 
-from testtime.capture import warn_once
+from testtime.machine.capture import warn_once
 from testtime.ops import NOTHING
 from testtime.steppers import ALIGNMENT, example, laid
 from testtime.types import Task

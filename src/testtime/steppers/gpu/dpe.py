@@ -26,7 +26,7 @@ from torch import Tensor
 
 from testtime import ops
 from testtime.bank import Bank
-from testtime.capture import reason, warn_once
+from testtime.machine.capture import reason, warn_once
 from testtime.methods.base import leaves
 from testtime.methods.dpe import DPE, State
 from testtime.steppers import forms

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from testtime.capture import capture, reason, warn_once
+from testtime.machine.capture import capture, reason, warn_once
 from testtime.methods.base import leaves
 from testtime.steppers import example
 from testtime.steppers.plain import Plain

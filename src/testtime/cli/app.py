@@ -1,0 +1,128 @@
+"""The command line: parse, call, print. The commands are in `commands/`; here is what they share."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+from typer.core import TyperGroup
+
+from testtime.cli import about, data, experiments, images, prompts, replay, report
+from testtime.cli.options import flag
+from testtime.cli.terminal import err
+from testtime.errors import InputError, Interrupted, TesttimeError
+from testtime.machine.interrupts import told
+
+STOPPED = "Interrupted. No half-written file is left; start it again."
+
+
+class Commands(TyperGroup):
+    """The commands, with two endings that typer has its own way with: an interrupt, and a reader who has gone."""
+
+    def invoke(self, ctx: Any) -> Any:
+        with told(lambda: STOPPED), unread():
+            return super().invoke(ctx)
+
+    def make_context(self, *arguments: Any, **options: Any) -> Any:
+        with unread():  # here help is printed
+            return super().make_context(*arguments, **options)
+
+
+@contextmanager
+def unread() -> Iterator[None]:
+    """End well where nobody reads on, as with `| head`."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(0)
+    except SystemExit as stop:  # rich has noticed first
+        sys.exit(0 if isinstance(stop.__context__, BrokenPipeError) else stop.code)
+
+
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Zero-shot image classifiers that get better while they are in use.\n\n"
+    "[bold]testtime demo[/] shows it in a minute; [bold]testtime run PHOTOS --classes cat,dog[/] does it with yours.",
+    epilog="Exit codes: 0 done, 1 failed while working, 2 wrong input or options, 130 interrupted. "
+    "--debug shows tracebacks.",
+)
+
+
+def _version(context: typer.Context, asked: bool) -> None:
+    if asked and not context.resilient_parsing:  # resilient: a shell asks what could come next
+        about.version()
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    debug: Annotated[bool, flag("--debug", help="Show tracebacks.")] = False,
+    version: Annotated[bool, flag("--version", help="Print the version.", is_eager=True, callback=_version)] = False,
+) -> None:
+    """Options of every command; `main` has already seen --debug wherever it stood."""
+
+
+def _unwrapped(commands: typer.Typer) -> typer.Typer:
+    """The commands with the lines of each paragraph of their help joined, for a terminal of any width."""
+    for command in commands.registered_commands:
+        paragraphs = (inspect.getdoc(command.callback) or "").split("\n\n")
+        command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+    return commands
+
+
+for commands in (images, replay, report, prompts, experiments, about):
+    app.add_typer(_unwrapped(commands.app))  # no name: its commands stand beside the others
+app.add_typer(_unwrapped(data.app), name="data")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """The `testtime` command."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in arguments or bool(os.environ.get("TESTTIME_DEBUG"))
+    arguments = [argument for argument in arguments if argument != "--debug"]
+    try:
+        app(arguments, prog_name="testtime")
+    except Interrupted as stop:
+        err.print(escape(str(stop)), soft_wrap=True, highlight=False)
+        sys.exit(stop.exit_code)
+    except TesttimeError as error:
+        if debug:
+            traceback.print_exc()
+        err.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True, highlight=False)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:  # before or after a command
+        err.print(STOPPED)
+        sys.exit(Interrupted.exit_code)
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        if isinstance(error, OSError) and error.strerror:  # a folder that may not be read, a full disk
+            where = f"{error.filename}: " if error.filename else ""
+            err.print(f"[bold red]error:[/] {escape(where + error.strerror)}.", soft_wrap=True, highlight=False)
+            sys.exit(InputError.exit_code)
+        err.print(
+            f"[bold red]failed:[/] {escape(f'{type(error).__name__}: {error}')}\n"
+            "This is a fault in testtime or in a library under it; --debug shows where.",
+            soft_wrap=True,
+            highlight=False,
+        )
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

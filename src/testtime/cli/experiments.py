@@ -1,0 +1,420 @@
+"""`testtime eval` and `testtime bench`."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from testtime.cli.options import Device, EncoderName, Templates, encoder_of, flag
+from testtime.cli.terminal import note, out, percent
+from testtime.errors import InputError
+from testtime.machine.interrupts import told
+
+app = typer.Typer()
+WIDE = 240  # characters of a line in a pipe
+TABLES = ("json", "md", "html")
+
+Seeds = Annotated[str | None, typer.Option("--seeds", help="Seeds with commas between; else the protocol's.")]
+Track = Annotated[str, typer.Option("--track", help="Settings: one-setting for all datasets, or per-dataset.")]
+Protocol = Annotated[
+    str, typer.Option("--protocol", help="Views, templates and DPE as released, or as in the paper: released, paper.")
+]
+RecipeViews = Annotated[
+    int | None, typer.Option("--views", help="Views per image; else as the dataset's recipe says, 1 for your own.")
+]
+RecipeAugMix = Annotated[bool, flag("--augmix", help="With --views: mix the random crops with AugMix.")]
+Described = Annotated[
+    Path | None,
+    typer.Option("--descriptions", help="JSON of class name -> sentences (CuPL), or a folder with one per dataset."),
+]
+Learned = Annotated[
+    Path | None,
+    typer.Option(
+        "--prompts",
+        metavar="coop:FILE",
+        parser=lambda text: Path(str(text).removeprefix("coop:")),  # as 'run' has it, and the file's name alone
+        help="A learned prompt, for what uses it; see 'testtime train-prompts'.",
+    ),
+]
+Out = Annotated[Path, typer.Option("--out", "-o", help="Folder for features, cells and tables.")]
+Limit = Annotated[
+    int | None, typer.Option("--limit", help="Only this many images, drawn at random, the same for every seed.")
+]
+Json = Annotated[bool, flag("--json", help="The rows as JSON on standard output.")]
+Shard = Annotated[int, typer.Option("--shard", help="Images to a shard of features; an interrupt loses one.")]
+
+
+@app.command(
+    "eval",
+    epilog="Example:  testtime eval caltech-101/ --encoder offline --methods zeroshot,tda,dpe --seeds 1,2,3",
+)
+def eval_(
+    data: Annotated[
+        list[str],
+        typer.Argument(metavar="DATA", help="Folders of labelled images, or benchmarks by name with --root."),
+    ],
+    methods: Annotated[str, typer.Option("--methods", "-m", help="With commas between; dpe:paper for a preset.")] = (
+        "zeroshot,dpe"
+    ),
+    root: Annotated[Path | None, typer.Option("--root", help="The folder that holds the benchmarks.")] = None,
+    encoder: EncoderName = "offline",
+    seeds: Seeds = None,
+    track: Track = "one-setting",
+    protocol: Protocol = "released",
+    views: RecipeViews = None,
+    augmix: RecipeAugMix = False,
+    template: Templates = None,
+    descriptions: Described = None,
+    learned: Learned = None,
+    limit: Limit = None,
+    shard: Shard = 256,
+    device: Device = "auto",
+    output: Out = Path("runs"),
+    as_json: Json = False,
+) -> None:
+    """Score methods on labelled images: mean and spread over seeds. Started again, it goes on where it was.
+
+    Views are encoded once and kept in --out; every method then runs over them. results.json and results.md there
+    hold no times: the same command gives the same bytes, however often it was interrupted.
+    """
+    from testtime.experiments.evaluate import evaluate, find_dataset, markdown, write_results
+    from testtime.files import check_folder
+
+    datasets = [find_dataset(what, root) for what in data]
+    _check_out(output, "results", data, encoder, descriptions, learned)
+    for line in (line for dataset in datasets for line in dataset.notes):
+        note(f"note: {line}")
+    check_folder(output)
+    with told(lambda: _stopped(output)):
+        plan = _plan(
+            encoder,
+            output,
+            seeds,
+            track,
+            protocol,
+            views,
+            augmix,
+            template,
+            descriptions,
+            learned,
+            limit,
+            shard,
+            device,
+        )
+        result = evaluate(plan, datasets, [name.strip() for name in methods.split(",") if name.strip()])
+        write_results(output, "results", result, markdown(result))
+    if as_json:
+        print(json.dumps(result))
+        return
+    lines = []
+    for row in result["rows"]:
+        spread = "" if row.get("spread") is None else f"{100 * row['spread']:.2f}"
+        shown = percent(row["accuracy"]) if "accuracy" in row else "not run"
+        lines.append([row["dataset"], row["method"], shown, spread])
+    _print(f"{encoder}, {track}, {plan.protocol}", ["dataset", "method", "accuracy", "spread"], lines, left=2)
+    for row in result["rows"]:
+        if "not run" in row:
+            note(f"{row['method']} on {row['dataset']}: {row['not run']}")
+    note(f"Written to {output}/results.json and results.md.")
+
+
+@app.command(epilog="Example:  testtime bench components caltech-101/ --encoder offline --out runs/caltech")
+def bench(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Which experiment; 'testtime bench list' names them.")],
+    data: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="DATA", help="A dataset's folder; for tables of benchmarks, the folder that holds them."
+        ),
+    ] = None,
+    encoder: Annotated[
+        str | None, typer.Option("--encoder", "-e", help="See 'list encoders'; else the experiment's own.")
+    ] = None,
+    seeds: Seeds = None,
+    track: Track = "one-setting",
+    protocol: Protocol = "released",
+    views: RecipeViews = None,
+    augmix: RecipeAugMix = False,
+    descriptions: Described = None,
+    learned: Learned = None,
+    rows: Annotated[
+        list[str] | None, typer.Option("--row", metavar="ROW", help="Only this row of the table; may be given again.")
+    ] = None,
+    after: Annotated[str | None, typer.Option("--after", help="tsne: numbers of images, with commas between.")] = None,
+    limit: Limit = None,
+    device: Device = "auto",
+    dry_run: Annotated[bool, flag("--dry-run", help="Say what it will cost, and do nothing.")] = False,
+    output: Out = Path("runs"),
+    as_json: Json = False,
+) -> None:
+    """Run one of the paper's tables or figures. Started again, it goes on where it was.
+
+    Experiments over one folder given as --out share its features; NAME.json, NAME.md and NAME.html appear there too.
+    """
+    from testtime.experiments import EXPERIMENTS
+
+    if name == "list":
+        lines = [[key, entry.title] for key, entry in EXPERIMENTS.items()]
+        lines += [["tsne", "What the queues hold, early and late"], ["systems", "Every system: accuracy, time, memory"]]
+        _print("", ["name", "what it shows"], lines, left=2)
+        return
+    common = (output, seeds, track, protocol, views, augmix, None, descriptions, learned, limit, 256, device)
+    if dry_run and name in ("systems", "tsne"):
+        raise InputError(f"--dry-run knows the cost of tables of settings, and not of '{name}'; leave it out.")
+    with told(lambda: _stopped(output)):
+        if name == "systems":
+            _systems(data, encoder, views, augmix, seeds, limit, device, learned, rows, output, as_json)
+        elif name == "tsne":
+            _queues(data, encoder or "offline", common, after, output, as_json)
+        else:
+            _experiment(name, data, encoder, common, rows, dry_run, output, as_json)
+
+
+def _stopped(output: Path) -> str:
+    """What to say of an interrupt."""
+    return f"Interrupted. What was finished is kept in {output}; the same command goes on from there."
+
+
+def _experiment(
+    name: str,
+    data: Path | None,
+    encoder: str | None,
+    common: tuple[Any, ...],
+    rows: list[str] | None,
+    dry_run: bool,
+    output: Path,
+    as_json: bool,
+) -> None:
+    from testtime.experiments import markdown, page, run_bench
+    from testtime.experiments.evaluate import write_results
+    from testtime.experiments.runner import find_columns, find_experiment
+    from testtime.experiments.tables import remarks, sheets
+    from testtime.files import check_folder, write_atomic
+
+    experiment = find_experiment(name)
+    if dry_run:
+        _dry_run(experiment, data, encoder, common, as_json)
+        return
+    columns = find_columns(experiment, data)
+    _check_out(output, name, [str(data or "")], encoder or "", common[7], common[8])
+    if missing := [reason for reason in columns.values() if isinstance(reason, str)]:
+        if len(missing) == len(columns):
+            raise InputError(f"None of the {len(columns)} datasets of '{name}' is here. {missing[0]}")
+    for dataset in columns.values():
+        for line in [] if isinstance(dataset, str) else dataset.notes:
+            note(f"note: {line}")
+    check_folder(output)
+    result = run_bench(name, _plans(experiment, encoder, common), columns, rows)
+    write_results(output, name, result, markdown(result))
+    write_atomic(output / f"{name}.html", page(result, "testtime " + shlex.join(sys.argv[1:])))
+    if as_json:
+        print(json.dumps(result))
+    else:
+        for sheet in sheets(result):
+            _print(sheet.title, sheet.header, sheet.rows)
+        for line in remarks(result):
+            note(line)
+        note(f"Written to {output}/{name}.json, {name}.md and, to look at, {name}.html.")
+    if not any("accuracy" in row for row in result["rows"]):
+        raise InputError(f"No row of '{name}' could run. {result['rows'][0]['not run']}")
+
+
+def _dry_run(experiment: Any, data: Path | None, encoder: str | None, common: tuple[Any, ...], as_json: bool) -> None:
+    from testtime.experiments.cost import cost_lines, estimate, paper_columns
+    from testtime.experiments.runner import find_columns
+
+    columns = find_columns(experiment, data) if data else paper_columns(experiment)
+    costs = estimate(experiment, _plans(experiment, encoder, common), columns)
+    if as_json:
+        print(json.dumps([cost._asdict() for cost in costs]))
+        return
+    header, *lines = cost_lines(costs)
+    _print("Still to do", header, lines, left=2)
+
+
+def _queues(
+    data: Path | None, encoder: str, common: tuple[Any, ...], after: str | None, output: Path, as_json: bool
+) -> None:
+    from testtime.experiments.evaluate import find_dataset, write_results
+    from testtime.experiments.queues import queues_markdown, queues_page, run_queues
+    from testtime.files import check_folder, write_atomic
+
+    if data is None:
+        raise InputError("tsne runs on a dataset of yours: give its folder, as in bench tsne FOLDER.")
+    moments = None if after is None else _numbers(after, "--after")
+    dataset = find_dataset(str(data))
+    _check_out(output, "tsne", [str(data)], encoder, common[7], common[8])
+    check_folder(output)
+    result = run_queues(_plan(encoder, *common), dataset, moments)
+    write_results(output, "tsne", result, queues_markdown(result))
+    write_atomic(output / "tsne.html", queues_page(result, dataset, "testtime " + shlex.join(sys.argv[1:])))
+    if as_json:
+        print(json.dumps(result))
+        return
+    print(queues_markdown(result))
+    note(f"Places on the map are in {output}/tsne.json; to look at, {output}/tsne.html.")
+
+
+def _systems(
+    data: Path | None,
+    encoder: str | None,
+    views: int | None,
+    augmix: bool,
+    seeds: str | None,
+    limit: int | None,
+    device: str,
+    learned: Path | None,
+    names: list[str] | None,
+    output: Path,
+    as_json: bool,
+) -> None:
+    from testtime.experiments import systems
+    from testtime.experiments.evaluate import find_dataset
+    from testtime.files import check_folder
+
+    if data is None:
+        raise InputError("systems runs on a dataset of yours: give its folder, as in bench systems FOLDER.")
+    _check_counts(limit, views)
+    chosen = systems.named(names)
+    dataset = find_dataset(str(data))
+    _check_out(output, "systems", [str(data)], encoder or "", None, learned)
+    for line in dataset.notes:
+        note(f"note: {line}")
+    seed = _numbers(seeds, "--seeds")[0] if seeds else 1
+    check_folder(output)
+    loaded = encoder_of(encoder or "offline", device)
+    plan = systems.Bench(output, loaded, dataset, views or 1, augmix, seed, limit, note)
+    rows = systems.run_systems(plan, chosen, prompts=learned)
+    if as_json:
+        print(json.dumps({"facts": plan.facts(), "rows": rows}))
+        return
+    base = next((row["accuracy"] for row in rows if "accuracy" in row), 0.0)
+    lines = [
+        [row["system"], "not run", "", "", "", ""]
+        if "skipped" in row
+        else [
+            row["system"],
+            percent(row["accuracy"]),
+            f"{100 * (row['accuracy'] - base):+.2f}",
+            f"{row['milliseconds']:.2f}",
+            f"{row['peak_megabytes']:.1f}",
+            f"{row['state_megabytes']:.1f}",
+        ]
+        for row in rows
+    ]
+    title = f"{dataset.name}, {loaded.name}, {plan.views} view{'s' * (plan.views > 1)}, seed {seed}"
+    _print(title, ["system", "accuracy", "gain", "ms per image", "peak MB", "state MB"], lines)
+    for row in rows:
+        if "skipped" in row:
+            note(f"{row['system']}: {row['skipped']}")
+    note(f"Each row is a file in {output}/systems.")
+
+
+def _plan(
+    encoder: str,
+    output: Path,
+    seeds: str | None,
+    track: str,
+    protocol: str,
+    views: int | None,
+    augmix: bool,
+    template: list[str] | None,
+    descriptions: Path | None,
+    learned: Path | None,
+    limit: int | None,
+    shard: int,
+    device: str,
+) -> Any:
+    from testtime.experiments import recipes
+    from testtime.experiments.evaluate import Plan
+    from testtime.types import ViewPlan
+
+    _check_counts(limit, views)
+    if shard < 1:
+        raise InputError(f"--shard {shard}: at least one image to a shard.")
+    if augmix and views is None:
+        raise InputError("--augmix goes with --views N; without it, the recipe decides on both.")
+    chosen = _numbers(seeds, "--seeds") if seeds else recipes.seeds_of(protocol)
+    one = template[0] if template and len(template) == 1 else template  # one may be the name of a set
+    loaded = encoder_of(encoder, device)
+    return Plan(
+        output,
+        loaded,
+        tuple(chosen),
+        track,
+        protocol,
+        None if views is None else ViewPlan(views, augmix),
+        recipes.template_set(one) if one else None,
+        descriptions,
+        learned,
+        limit,
+        shard,
+        note,
+    )
+
+
+def _plans(experiment: Any, encoder: str | None, common: tuple[Any, ...]) -> dict[str, Any]:
+    """A plan for each encoder; where one cannot be loaded and none was asked for by name, why."""
+    if encoder is not None:
+        plan = _plan(encoder, *common)
+        return {plan.encoder.name: plan}
+    plans: dict[str, Any] = {}
+    for name in experiment.encoders:
+        try:
+            plans[name] = _plan(name, *common)
+            plans[name].encoder.loaded  # noqa: B018, what is missing shows now, and leaves a reason in every row
+        except InputError as reason:
+            if len(experiment.encoders) == 1 and not experiment.datasets:
+                raise
+            plans[name] = str(reason)
+    return plans
+
+
+def _check_out(
+    output: Path, name: str, data: Sequence[str], encoder: str, descriptions: Path | None, learned: Path | None
+) -> None:
+    """Refuse a folder whose tables would be written over what is read."""
+    from testtime.files.outputs import distinct, read_files
+
+    outputs = {"--out": output} | {f"{name}.{kind} in --out": output / f"{name}.{kind}" for kind in TABLES}
+    for what in data:
+        distinct(outputs, read_files(what, [], encoder, None, descriptions, str(learned) if learned else None))
+
+
+def _check_counts(limit: int | None, views: int | None) -> None:
+    if limit is not None and limit < 1:
+        raise InputError(f"--limit {limit}: at least one image is needed.")
+    if views is not None and views < 1:
+        raise InputError(f"--views {views}: at least the image itself is needed, so 1 or more.")
+
+
+def _numbers(text: str, option: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise InputError(f"{option} {text}: whole numbers with commas between, as in 1,2,3.") from None
+    return numbers
+
+
+def _print(title: str, header: Sequence[str], lines: Sequence[Sequence[str]], left: int = 1) -> None:
+    """A table; in a pipe as wide as it needs to be."""
+    console = out if out.is_terminal else Console(width=WIDE)
+    if title:  # a table would break it to its own width
+        console.print(f"[bold]{escape(title)}[/]", highlight=False)
+    table = Table()
+    if not header[-1] and not any(line[-1] for line in lines):  # a column for remarks, and none to make
+        header, lines = header[:-1], [line[:-1] for line in lines]
+    for place, column in enumerate(header):
+        table.add_column(escape(column), justify="left" if place < left else "right", no_wrap=place < left)
+    for line in lines:
+        table.add_row(*map(escape, line))
+    console.print(table)

@@ -1,0 +1,138 @@
+"""`testtime train-prompts`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from testtime.cli.options import Classes, ClassesFile, Device, EncoderName, Strict, class_names, encoder_of, flag, pairs
+from testtime.cli.terminal import counted, err, percent, progress
+from testtime.errors import InputError
+from testtime.machine.interrupts import told
+
+if TYPE_CHECKING:
+    from testtime.types import StoredImage
+
+app = typer.Typer()
+
+
+@app.command(
+    "train-prompts",
+    epilog="Example:  testtime train-prompts train/ --classes cat,dog,fox --shots 16 --out pets.safetensors",
+)
+def train_prompts(
+    context: typer.Context,
+    output: Annotated[Path, typer.Option("--out", "-o", help="The prompt; written after every epoch.")],
+    images: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="IMAGES",
+            help="Labelled images, in folders named after their classes or a dataset; not with --split.",
+        ),
+    ] = None,
+    classes: Classes = None,
+    classes_file: ClassesFile = None,
+    split: Annotated[
+        Path | None, typer.Option("--split", help="A split_zhou_X.json whose 'train' names the images.")
+    ] = None,
+    root: Annotated[Path | None, typer.Option("--root", help="The folder that paths in --split start from.")] = None,
+    encoder: EncoderName = "offline",
+    shots: Annotated[int, typer.Option("--shots", help="Images of each class, drawn by --seed.")] = 16,
+    epochs: Annotated[int, typer.Option("--epochs", help="Times that every image is seen.")] = 50,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the images, the start and the order.")] = 1,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Another setting: lr, batch, n_ctx, class_specific, init, ..."),
+    ] = None,
+    views: Annotated[
+        int, typer.Option("--views", help="Views per image, itself and random crops; an epoch draws one of them.")
+    ] = 1,
+    device: Device = "auto",
+    resume: Annotated[bool, flag("--resume", help="Go on from --out where it was interrupted.")] = False,
+    strict: Strict = False,
+) -> None:
+    """Learn the words of a prompt (CoOp) from a few labelled images of each class.
+
+    The prompt then serves any method: testtime run photos/ --prompts coop:pets.safetensors. Interrupted and resumed
+    training ends in the same prompt as training in one go.
+    """
+    from dataclasses import replace
+
+    from testtime import build_task, registry
+    from testtime.encoding.encode import encode_images
+    from testtime.files import check_place, locked
+    from testtime.text import coop
+    from testtime.types import ViewPlan
+
+    given = {"shots": shots, "epochs": epochs, "seed": seed} | pairs(settings)
+    chosen = coop.CoOpSettings(
+        **{key: registry.read_setting(coop.CoOpSettings, key, value) for key, value in given.items()}  # type: ignore
+    )
+    if output.exists() and not resume:
+        raise InputError(f"{output} is there already; go on from it with --resume, or give another --out.")
+    paths, labels, names = _training_images(images, split, root, classes, classes_file)
+    places, truth = coop.pick_images(labels, names, chosen)
+    check_place(output)
+    context.with_resource(locked(output))
+    loaded = encoder_of(encoder, device)
+    words = coop.blank_words(chosen.n_ctx) if chosen.init == "random" else chosen.init
+    task = build_task(loaded, names, context=words)
+    if chosen.init != "random" and "n_ctx" not in given and task.context is not None:
+        chosen = replace(chosen, n_ctx=len(task.context.start))
+    if output.exists():  # what cannot be resumed shows before the images are encoded
+        coop.check_checkpoint(output, names, loaded.name, chosen)
+    with told(lambda: _stopped(output)), progress("images", len(places)) as advance:
+        features, kept = encode_images(
+            loaded, [paths[i] for i in places], ViewPlan(views, seed=chosen.seed), progress=advance,
+            on_skip=None if strict else lambda line: err.print(f"[yellow]skipped[/] {escape(line)}", soft_wrap=True),
+        )  # fmt: skip
+    log: list[Any] = []
+    with told(lambda: _stopped(output)), progress("epochs", chosen.epochs, quiet=not err.is_terminal) as advance:
+
+        def note(epoch: Any) -> None:
+            log.append(epoch)
+            advance(epoch.epoch)
+            if 10 * epoch.epoch // chosen.epochs > 10 * (epoch.epoch - 1) // chosen.epochs:
+                err.print(
+                    f"epoch {epoch.epoch} of {chosen.epochs}: loss {epoch.loss:.4f}, "
+                    f"{percent(epoch.accuracy)} of the training images right",
+                    highlight=False,
+                )
+
+        labels_kept = [truth[i] for i in kept]
+        coop.train(task, features, labels_kept, chosen, checkpoint=output, resume=resume, progress=note)
+    done = counted(len(log), "epoch") if log else "no epochs left to do"
+    err.print(
+        f"{done} on {counted(len(kept), 'image')} of {len(names)} classes; the prompt is in {escape(str(output))}."
+    )
+
+
+def _stopped(output: Path) -> str:
+    """What to say of an interrupt."""
+    if not output.exists():
+        return "Interrupted before the end of an epoch; nothing is kept."
+    return f"Interrupted. The prompt after the last whole epoch is in {output}; the same command with --resume goes on."
+
+
+def _training_images(
+    images: str | None, split: Path | None, root: Path | None, classes: str | None, file: Path | None
+) -> tuple[Sequence[StoredImage], list[int | None], tuple[str, ...]]:
+    """Paths, labels (None where no class is named) and class names, from folders or from a split."""
+    from testtime.datasets import labels_among, open_dataset, read_split
+    from testtime.text.prompts import check_classes
+
+    if (images is None) == (split is None):
+        raise InputError("Say what to train on: a folder of images, or --split FILE --root FOLDER (one of the two).")
+    if split is None:
+        if root is not None:
+            raise InputError("--root goes with --split; it is where the paths in the split start.")
+        data = open_dataset(images or "", part="train")
+    else:
+        data = read_split(split, root or split.parent, "train")
+    given = classes is not None or file is not None or not data.classnames
+    names = class_names(classes, file) if given else check_classes(data.classnames)
+    return data.paths, labels_among(data, names), names

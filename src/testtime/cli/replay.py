@@ -1,0 +1,152 @@
+"""`testtime replay`: from features."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from testtime import __version__
+from testtime.cli.options import (
+    Device,
+    Limit,
+    MethodName,
+    Preset,
+    Reference,
+    Report,
+    Seed,
+    Settings,
+    Shuffle,
+    flag,
+    method_of,
+)
+from testtime.cli.terminal import err, out, percent, progress
+from testtime.errors import InputError
+
+if TYPE_CHECKING:
+    from testtime.encoding.store import Features
+    from testtime.session.replay import Replay
+
+app = typer.Typer()
+
+
+@app.command(epilog="Example:  testtime replay photos.safetensors --method dpe --set alpha=4 --json")
+def replay(
+    file: Annotated[Path, typer.Argument(metavar="FEATURES", help="A feature file, or a folder of shards.")],
+    method: MethodName = "dpe",
+    settings: Settings = None,
+    preset: Preset = None,
+    recorded: Annotated[
+        bool, flag("--recorded", help="Take the settings that the file's metadata gives under 'hp.'.")
+    ] = False,
+    oracle: Annotated[
+        bool,
+        flag("--oracle", help="dmn only: choose its fusion weight with the test labels, as was published."),
+    ] = False,
+    dtype: Annotated[str, typer.Option("--dtype", help="float32 or float64.")] = "float32",
+    device: Device = "cpu",
+    limit: Limit = None,
+    seed: Seed = 0,
+    shuffle: Shuffle = False,
+    reference: Reference = False,
+    output: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="Where to write logits [N,C] and pred [N] (.safetensors)."),
+    ] = None,
+    report: Report = None,
+    as_json: Annotated[bool, flag("--json", help="One JSON object on standard output.")] = False,
+) -> None:
+    """Run a method over a feature file; no encoder, no images.
+
+    The page of --report comes from a second pass, with zero-shot beside the method.
+    """
+    from testtime.encoding.store import Features
+    from testtime.experiments import oracle as oracles
+    from testtime.files import check_place, write_tensors
+    from testtime.files.outputs import distinct
+    from testtime.machine.devices import find_device
+    from testtime.session import replay as replays
+
+    if oracle and report is not None:
+        raise InputError("--report shows what methods do without labels, and --oracle has them: leave out one.")
+    if limit is not None and limit < 1:
+        raise InputError(f"--limit {limit}: at least one image is needed.")
+    check_place(output)
+    check_place(report)
+    store = Features(file)
+    distinct({"--out": output, "--report": report}, {"FEATURES": [file, *store.files, file / "index.json"]})
+    chosen = replays.recorded_settings(store, method) if recorded else {}
+    made = method_of(method, preset, settings, chosen)
+    with progress("images", min(len(store), limit or len(store)), quiet=as_json) as advance:
+        way = oracles.replay if oracle else partial(replays.replay, keep_logits=output is not None)
+        result = way(
+            store,
+            made,
+            dtype=dtype,
+            device=find_device(device),
+            limit=limit,
+            shuffle=shuffle,
+            seed=seed,
+            reference=reference,
+            progress=advance,
+        )
+    found = result.summary()
+    if output is not None:
+        facts = {"method": found["method"]} | {
+            key: json.dumps(found[key])
+            for key in ("settings", "oracle", "weight", "accuracy_by_weight")
+            if key in found
+        }
+        write_tensors(output, {"logits": result.logits, "pred": result.predictions, "order": result.order}, facts)
+    if report is not None:
+        _write_report(report, store, result, f"shuffled, seed {seed}" if shuffle else "as stored")
+    summary = found | {"file": str(file), "dtype": dtype, "device": device, "version": __version__}
+    if as_json:
+        print(json.dumps(summary))
+        return
+    per_image = 1000 * result.seconds / summary["n"]
+    if report is not None:
+        err.print(f"The page is in {escape(str(report))}.", highlight=False, soft_wrap=True)
+    err.print(
+        f"{summary['n']} images of {len(store.classnames)} classes, {per_image:.2f} ms each in the method; "
+        f"{result.loading:.1f} s before the first to load, compile and capture."
+    )
+    table = Table("", "accuracy", box=None, pad_edge=False)
+    table.add_row("zero-shot", percent(summary["zero_shot_accuracy"]))
+    table.add_row(f"[bold]{summary['method']}[/]", f"[bold]{percent(summary['accuracy'])}[/]")
+    out.print(table)
+
+
+def _write_report(file: Path, store: Features, result: Replay, order: str) -> None:
+    """The page that `testtime report` makes, of the method that was replayed."""
+    from testtime.files import write_atomic
+    from testtime.report import gather, html
+    from testtime.report.conditions import conditions
+
+    task = result.session.task
+    made = gather.features_report(
+        task,
+        store,
+        [result.session.method],
+        order=result.order.tolist(),
+        images=None if store.images is None else list(store.images),
+        place=find_spec("sklearn") is not None,
+    )
+    facts = conditions(
+        task,
+        command="testtime " + shlex.join(sys.argv[1:]),
+        Features=str(store.path),
+        Dataset=store.metadata.get("dataset", ""),
+        Order=order,
+        Views=f"{store.views}, seed {store.metadata.get('seed', 'not said')}",
+        Labels="only score" if store.labels is not None else "none",
+    )
+    write_atomic(file, html([made], facts, "testtime replay"))

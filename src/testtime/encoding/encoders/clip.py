@@ -1,0 +1,410 @@
+"""CLIP, SigLIP, CoCa and the rest of open_clip, by tag or from a checkpoint file.
+
+A name is `open_clip:MODEL/PRETRAINED`, as in `open_clip:ViT-B-16/openai`. PRETRAINED is one of open_clip's
+tags, or a checkpoint file: `open_clip:ViT-B-16/weights/mine.pt`, `open_clip:ViT-B-16//data/mine.safetensors`
+(an absolute path). Files are open_clip's (a state dict, plain or under "state_dict") or OpenAI's as published
+(a TorchScript archive or its state dict); their tensors have the same names. Nothing in a file is run: neither
+what a pickle names, nor the programs of an archive.
+
+OpenAI trained with QuickGELU. Its tags say so, and so does a file in its published layout, or an
+`open_clip_config.json` beside the file. A file that says nothing is taken as MODEL is; `ViT-B-16-quickgelu`
+has it.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from huggingface_hub import constants, try_to_load_from_cache
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from testtime.encoding import resnet, vit
+from testtime.encoding.compiled import COARSE, faithful
+from testtime.encoding.encoders.hub import PATIENCE as PATIENCE
+from testtime.encoding.encoders.hub import answers as _answers
+from testtime.encoding.encoders.inputs import check_pixels, check_texts
+from testtime.files import parse_json, torchscript
+from testtime.files.regular import read_bytes
+from testtime.machine.lean_open_clip import open_clip, with_transformers
+from testtime.registry import unknown
+from testtime.text import contexts
+from testtime.types import Context, InputError, MissingPart, Preprocess, UnknownName
+
+TEXT_BATCH = 256  # sentences encoded at once
+PRECISIONS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+LOOKS = ("mean", "std", "interpolation", "resize_mode")  # what a tag says of its images
+OPENAI_NUMBERS = ("input_resolution", "context_length", "vocab_size")  # beside the weights in OpenAI's files
+SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "spiece.model", "vocab.txt")
+
+
+class OpenClip:
+    """An open_clip model as an encoder: the frozen `model`, its `tokenizer`, and how it wants its images.
+
+    >>> from testtime import load_encoder
+    >>> encoder = load_encoder("tiny")
+    >>> encoder.name, encoder.dim, encoder.preprocess.size
+    ('tiny', 32, 32)
+    """
+
+    float8 = False  # whether the image tower's large products are in 8 bits
+
+    def __init__(
+        self,
+        name: str,
+        model: Any,
+        tokenizer: Callable[[list[str]], Tensor],
+        preprocess: Preprocess,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.name = name
+        self.model = model.to(device).eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.preprocess = preprocess
+        self.device = device
+        self.dtype = dtype
+        self.scale = float(self.model.logit_scale.float().exp())
+        self.dim = self.encode_texts([""]).shape[1]
+
+    def encode_images(self, pixels: Tensor) -> Tensor:
+        """Unit features of preprocessed images: (B, 3, H, W) -> (B, D) float32, on the encoder's device."""
+        check_pixels(pixels)
+        if len(pixels) == 0:
+            return torch.zeros(0, self.dim, device=self.device)
+        with torch.inference_mode():
+            features = self.model.encode_image(pixels.to(self.device, self.dtype))
+            features = normalize(features.float(), dim=-1)
+        return features.clone()  # out of inference mode, so that methods can take gradients around it
+
+    def image_tower(self) -> Callable[[Tensor], Tensor]:
+        """From normalised pixels to features, as a GPU likes it; see `types.DeviceEncoder`."""
+        visual = self.model.visual
+        if self.float8:
+            return faithful(vit.from_open_clip(visual, vit.Float8), self.model.encode_image, self, COARSE)
+        return faithful(vit.from_open_clip(visual) or resnet.from_open_clip(visual), self.model.encode_image, self)
+
+    def soft_prompts(self, classnames: Sequence[str], words: str, chunk: int) -> Context:
+        """Prompts whose first words are free; see `types.PromptEncoder`."""
+        return contexts.open_clip_prompts(self, classnames, words, chunk)
+
+    def encode_texts(self, texts: Sequence[str]) -> Tensor:
+        """Unit features of sentences: n texts -> (n, D) float32, on the encoder's device."""
+        check_texts(texts)
+        if len(texts) == 0:
+            return torch.zeros(0, self.dim, device=self.device)
+        with torch.inference_mode():
+            starts = range(0, len(texts), TEXT_BATCH)
+            tokens = (self.tokenizer(list(texts[i : i + TEXT_BATCH])).to(self.device) for i in starts)
+            rows = torch.cat([self.model.encode_text(batch).float() for batch in tokens])
+            features = normalize(rows, dim=-1)
+        return features.clone()
+
+
+def load(spec: str, device: torch.device, dtype: torch.dtype) -> OpenClip:
+    """The encoder of "MODEL/PRETRAINED"."""
+    architecture, weights = split(spec)
+    tag = open_clip.pretrained.get_pretrained_cfg(architecture, weights)
+    path = fetch(architecture, weights, tag) if tag else find(architecture, weights)
+    checkpoint = read(path)
+    beside = _config_beside(path)
+    if tag:
+        looks, quick = tag, tag.get("quick_gelu", False)
+    else:
+        looks = _usual_looks(architecture) | beside["preprocess_cfg"]
+        quick = checkpoint.openai or bool(beside["model_cfg"].get("quick_gelu"))
+    tokenizer = _tokenizer(architecture, path)
+    model = build(architecture, PRECISIONS[dtype], quick)
+    fill(model, checkpoint, architecture)
+    preprocess = make_preprocess(looks | {"size": model.visual.image_size})
+    return OpenClip(f"open_clip:{spec}", model, tokenizer, preprocess, device, dtype)
+
+
+def split(spec: str) -> tuple[str, str]:
+    """MODEL and PRETRAINED of "MODEL/PRETRAINED"; an error says which is missing or unknown.
+
+    >>> split("ViT-B-16/weights/mine.pt")
+    ('ViT-B-16', 'weights/mine.pt')
+    """
+    architecture, _, weights = spec.partition("/")
+    models = open_clip.list_models()
+    if architecture not in models:
+        first, *rest = spec.split("/")
+        dashed = "-".join([first, *rest[:1]])  # ViT-B/16 is how OpenAI writes it
+        if dashed in models:
+            near, weights = [dashed], "/".join(rest[1:])
+        else:
+            near = get_close_matches(architecture, models, n=1, cutoff=0.4) or ["ViT-B-16"]
+        hint = f"open_clip:{near[0]}/{weights or _tags(near[0])[0]}"
+        raise UnknownName(
+            f"Unknown open_clip model in '{spec}'. Did you mean '{hint}'? "
+            f"`open_clip.list_models()` names all {len(models)}."
+        )
+    if not weights:
+        raise InputError(
+            f"'open_clip:{spec}' names no weights. Write open_clip:{architecture}/TAG or "
+            f"open_clip:{architecture}/PATH. Tags: {', '.join(_tags(architecture))}."
+        )
+    return architecture, weights
+
+
+def make_preprocess(looks: Mapping[str, Any]) -> Preprocess:
+    """open_clip's words for how a model sees (size, mean, std, interpolation, resize_mode) in ours."""
+    size = looks["size"]
+    height, width = (size, size) if isinstance(size, int) else size
+    if height != width:
+        raise InputError(f"Only square images are supported; this model sees {height} x {width}.")
+    try:
+        mean, std = (tuple(map(float, looks[name])) for name in ("mean", "std"))
+        return Preprocess(height, height, looks["resize_mode"], looks["interpolation"], mean, std)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        said = {name: looks[name] for name in LOOKS}
+        raise InputError(f"How the model sees is not said in words and lists of 3 numbers: {said}.") from None
+
+
+# Where the weights are
+
+
+def find(architecture: str, weights: str) -> Path:
+    """The checkpoint file at a path, or an error that says how to write it."""
+    path = Path(weights).expanduser()
+    if path.is_file():
+        return path
+    if path.is_dir():
+        raise InputError(f"'{weights}' is a folder; name the weights file in it.")
+    if (absolute := Path("/") / weights).is_file():
+        raise MissingPart(
+            f"No file '{weights}' in {Path.cwd()}. An absolute path takes two slashes: "
+            f"open_clip:{architecture}/{absolute}"
+        )
+    if "/" in weights or "\\" in weights or path.suffix.lower() in SUFFIXES:
+        raise MissingPart(f"No checkpoint file '{weights}' (looked for {path.absolute()}).")
+    tags = unknown(f"weights of {architecture}", weights, _tags(architecture))
+    raise UnknownName(f"{tags} A path to a checkpoint file works too.")
+
+
+def fetch(architecture: str, weights: str, tag: Mapping[str, str]) -> Path:
+    """The file of a pretrained tag: from a cache, else from its hub, else MissingPart with the way out."""
+    repository, _, file = tag.get("hf_hub", "").rpartition("/")
+    files = [file] if file else [open_clip.constants.HF_SAFE_WEIGHTS_NAME, open_clip.constants.HF_WEIGHTS_NAME]
+    address = tag.get("url", "")
+    caches = [try_to_load_from_cache(repository, file) for file in files] if repository else []
+    caches += [Path("~/.cache/clip", address.rpartition("/")[2]).expanduser()] if address else []
+    for cached in caches:
+        if isinstance(cached, str | Path) and Path(cached).is_file():
+            return Path(cached)
+
+    reason = "and the hub does not answer"
+    if _answers(constants.ENDPOINT if repository else address):
+        try:
+            return Path(open_clip.pretrained.download_pretrained(dict(tag)))
+        except Exception as problem:  # the client's errors have no common root
+            reason = f"and the download failed ({str(problem).splitlines()[0]})"
+    sources = [f"{constants.ENDPOINT}/{repository} ({files[0]})"] if repository else []
+    sources += [address] if address else []
+    # a plain file does not say which activation it was trained with; the name of the model can
+    quick = f"{architecture}-quickgelu"
+    model = quick if tag.get("quick_gelu") and quick in open_clip.list_models() else architecture
+    raise MissingPart(
+        f"Weights '{weights}' of {architecture} are not on this machine, {reason}.\n"
+        f"Fetch {' or '.join(sources)}, and write open_clip:{model}/PATH.\n"
+        "The encoder 'offline' needs no hub."
+    )
+
+
+def _hub_folder(repository: str, files: Sequence[str], purpose: str) -> str:
+    """What `transformers` takes for a repository: its cached folder, or its name if the hub answers."""
+    for file in files:
+        if isinstance(cached := try_to_load_from_cache(repository, file), str):
+            return str(Path(cached).parent)
+    if not _answers(constants.ENDPOINT):
+        raise MissingPart(
+            f"{purpose} is not on this machine, and the hub does not answer.\n"
+            f"Fetch {constants.ENDPOINT}/{repository} into the cache (`hf download {repository}`)"
+            f"{', or put tokenizer.json beside the checkpoint' if files == TOKENIZER_FILES else ''}.\n"
+            "The encoder 'offline' needs no hub."
+        )
+    return repository
+
+
+def _tokenizer(architecture: str, path: Path) -> Callable[[list[str]], Tensor]:
+    text = open_clip.get_model_config(architecture)["text_cfg"]
+    repository = text.get("hf_tokenizer_name")
+    if not repository:
+        return open_clip.get_tokenizer(architecture)  # its vocabulary comes with open_clip
+    if any((path.parent / file).is_file() for file in TOKENIZER_FILES):
+        folder = str(path.parent)
+    else:
+        folder = _hub_folder(repository, TOKENIZER_FILES, f"The tokenizer of {architecture}")
+    return open_clip.tokenizer.HFTokenizer(
+        folder,
+        context_length=text.get("context_length", 77),
+        tokenizer_mode=text.get("tokenizer_mode"),
+        **text.get("tokenizer_kwargs", {}),
+    )
+
+
+def _tags(architecture: str) -> list[str]:
+    return open_clip.pretrained.list_pretrained_tags_by_model(architecture) or ["PATH"]
+
+
+def _usual_looks(architecture: str) -> dict[str, Any]:
+    """What most tags of a model say of their images (SigLIP squashes, CLIP crops); with no tags, CLIP's."""
+    known = [
+        open_clip.pretrained.get_pretrained_cfg(architecture, tag)
+        for tag in open_clip.pretrained.list_pretrained_tags_by_model(architecture)
+    ]
+    known = known or [open_clip.pretrained.get_pretrained_cfg("ViT-B-16", "openai")]
+    [(most, _)] = Counter(tuple((key, look[key]) for key in LOOKS) for look in known).most_common(1)
+    return dict(most)
+
+
+def _config_beside(path: Path) -> dict[str, dict[str, Any]]:
+    """What `open_clip_config.json` in the checkpoint's folder says, as on the hub; nothing if there is none."""
+    file, parts = path.parent / "open_clip_config.json", ("preprocess_cfg", "model_cfg")
+    if not file.is_file():
+        return {part: {} for part in parts}
+    try:
+        said = parse_json(read_bytes(file), f"'{file}'", kind=dict)
+    except OSError as problem:
+        raise InputError(f"Cannot read '{file}': {problem.strerror or problem}.") from None
+    if odd := [part for part in parts if not isinstance(said.get(part, {}), dict)]:
+        raise InputError(f"'{file}' is damaged: {odd[0]} is a {type(said[odd[0]]).__name__}, where a dict should be.")
+    return {part: said.get(part, {}) for part in parts}
+
+
+# What is in them
+
+
+class Checkpoint(NamedTuple):
+    """The tensors of a file, and whether they are as OpenAI published them."""
+
+    path: Path
+    tensors: dict[str, Tensor]
+    openai: bool
+
+
+def read(path: Path) -> Checkpoint:
+    """The tensors in a checkpoint file, on the CPU. Nothing in the file is run."""
+    scripted = False
+    try:
+        if path.suffix.lower() == ".safetensors":
+            found: Any = load_file(path)
+        elif scripted := torchscript.is_torchscript(path):
+            found = torchscript.read_tensors(path)
+        else:
+            torchscript.check_names(path)
+            found = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        raise InputError(
+            f"'{path}' is not a checkpoint, or it holds more than tensors, and code in a file is never run. "
+            "Save its state_dict alone, best as .safetensors."
+        ) from None
+    except (SafetensorError, OSError, *torchscript.DAMAGED) as problem:
+        reason = (str(problem) or type(problem).__name__).splitlines()[0]
+        raise InputError(f"'{path}' cannot be read as a checkpoint: {reason}") from None
+
+    wrapped = isinstance(found, Mapping) and isinstance(found.get("state_dict"), Mapping)
+    state = found["state_dict"] if wrapped else found
+    if not isinstance(state, Mapping):
+        raise InputError(f"'{path}' holds a {type(state).__name__}, not named tensors.")
+    tensors = {
+        name.removeprefix("module."): value
+        for name, value in state.items()
+        if isinstance(name, str) and isinstance(value, Tensor) and name not in OPENAI_NUMBERS
+    }
+    if not tensors:
+        raise InputError(f"'{path}' holds no tensors.")
+    if odd := [name for name, value in tensors.items() if not _is_plain(value)]:
+        raise InputError(f"'{path}' holds {odd[0]} in a form that no model has; save it as .safetensors.")
+    numbered = any(name in state for name in OPENAI_NUMBERS)
+    return Checkpoint(path, tensors, scripted or numbered or (not wrapped and _is_half_half(tensors)))
+
+
+def build(architecture: str, precision: str = "fp32", quick_gelu: bool = False) -> Any:
+    """A model with weights still to be filled in. The global random state is left alone."""
+    config = open_clip.get_model_config(architecture)
+    config["quick_gelu"] = config.get("quick_gelu", False) or quick_gelu
+    vision, text = config["vision_cfg"], config["text_cfg"]
+    if timm := "timm_model_name" in vision:
+        vision["timm_model_pretrained"] = False
+    if hugging := "hf_model_name" in text:
+        with_transformers()
+        text["hf_model_pretrained"] = False
+        text["hf_model_name"] = _hub_folder(
+            text["hf_model_name"], ["config.json"], f"The text tower's configuration of {architecture}"
+        )
+    kind = open_clip.CLIP
+    if config.pop("custom_text", False) or hugging:
+        kind = open_clip.CoCa if "multimodal_cfg" in config else open_clip.CustomTextCLIP
+    with torch.random.fork_rng(devices=[]):
+        model = kind(**config, cast_dtype=open_clip.get_cast_dtype(precision))
+    return lower(model, precision, foreign=timm or hugging)
+
+
+def lower(model: Any, precision: str, foreign: bool = False) -> Any:
+    """The model in open_clip's fp32, fp16 or bf16, where normalisation stays in float32."""
+    if precision == "fp32":
+        return model
+    dtype = torch.float16 if precision == "fp16" else torch.bfloat16
+    if not foreign:
+        open_clip.convert_weights_to_lp(model, dtype=dtype)
+        return model
+    # that conversion knows open_clip's own layers only: towers of timm and transformers are lowered whole
+    model.to(dtype)
+    for part in model.modules():
+        if isinstance(part, open_clip.transformer.LayerNormFp32):
+            part.float()
+    model.logit_scale.data = model.logit_scale.data.float()  # bfloat16 would make 98.8 of a scale of 100
+    return model
+
+
+def fill(model: Any, checkpoint: Checkpoint, architecture: str) -> None:
+    """Put a checkpoint's tensors into the model; an error names the first ones that do not fit."""
+    state = open_clip.convert.convert_state_dict(model, dict(checkpoint.tensors))
+    if "positional_embedding" in state and not hasattr(model, "positional_embedding"):
+        state = open_clip.model.convert_to_custom_text_state_dict(state)
+    state.pop("text.transformer.embeddings.position_ids", None)  # a constant that older files carry
+    wanted = model.state_dict()
+    for name in ("logit_scale", "logit_bias"):
+        if name in state and name in wanted and state[name].numel() == 1:
+            state[name] = state[name].reshape(wanted[name].shape)
+
+    shared = [name for name in wanted if name in state]
+    problems = {
+        "wrong shape": [
+            f"{name} is {tuple(state[name].shape)}, not {tuple(wanted[name].shape)}"
+            for name in shared
+            if state[name].shape != wanted[name].shape
+        ],
+        "missing": [name for name in wanted if name not in state],
+        "not in the model": [name for name in state if name not in wanted],
+    }
+    said = [
+        f"{what}: {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
+        for what, names in problems.items()
+        if names
+    ]
+    if said:
+        raise InputError(f"'{checkpoint.path}' does not fit {architecture}. {'; '.join(said).capitalize()}.")
+    model.load_state_dict(state)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor's numbers are all there, one after another; some files have sparse ones, or shapes alone."""
+    return tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
+
+
+def _is_half_half(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether weights are float16 and norms float32, which is how OpenAI published them."""
+    kinds = [tensors[name].dtype for name in ("visual.conv1.weight", "ln_final.weight") if name in tensors]
+    return kinds == [torch.float16, torch.float32]

@@ -1,0 +1,413 @@
+"""CLIP, SigLIP, ALIGN and LiT-style dual encoders through `transformers`, from the hub or from a folder.
+
+A name is `hf:REPO_OR_PATH`, as in `hf:kakaobrain/align-base` or `hf:models/align`. A folder is what
+`save_pretrained` wrote for the model, its image processor and its tokenizer; it is read with no network.
+Only tensors are read, and no code from a repository is ever run.
+
+Two departures from `transformers`, both in how an image is cut. Images are resized by Pillow, and a centre crop
+with an odd margin is rounded as torchvision does, as in the models' training code; `transformers` resizes tensors
+and rounds down, so that its pixels may differ by a grey level and its crop by one pixel. SigLIP2's NaFlex models
+take images of any shape; here they see a square of as many patches as they are used to, the image squashed into it.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from math import isqrt
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from testtime.encoding import vit
+from testtime.encoding.compiled import COARSE, faithful
+from testtime.encoding.encoders.hub import answers
+from testtime.encoding.encoders.inputs import check_pixels, check_texts
+from testtime.files import parse_json
+from testtime.text import contexts
+from testtime.types import Context, InputError, MissingPart, Preprocess
+
+TEXT_BATCH = 256  # sentences encoded at once
+LONGEST_TEXT = 512  # tokens, where neither tokenizer nor model sets a limit
+ALIGN_TOKENS = 64  # that ALIGN was trained with; its text tower would take 512
+REPOSITORY = re.compile(r"\w[\w.-]*(/[\w.-]+)?")  # "owner/name", or a bare name
+# one of each row must be in a folder; older and newer versions of transformers write different ones
+PARTS = {
+    "weights": ("model*.safetensors", "pytorch_model*.bin"),
+    "an image processor": ("preprocessor_config.json", "processor_config.json"),
+    "a tokenizer": ("tokenizer.json", "vocab.json", "vocab.txt", "spiece.model", "*.spm", "tokenizer.model"),
+}
+# processors that resize, crop, rescale and normalise, and do nothing else
+PROCESSORS = ("Bit", "CLIP", "DeiT", "EfficientNet", "Siglip", "ViT")
+FILTERS: dict[int, Literal["bicubic", "bilinear"]] = {2: "bilinear", 3: "bicubic"}  # Pillow's numbers
+OFFSET_POSITIONS = ("camembert", "roberta", "xlm-roberta")  # whose positions start after that of padding
+
+
+class Family(NamedTuple):
+    """How a kind of model is read and spoken to."""
+
+    model: str  # class of transformers
+    padding: Literal["max_length", "longest"]
+    inputs: tuple[str, ...]  # of what a tokenizer gives, those that the text tower was trained with
+    scale: Callable[[Any], Tensor]
+
+
+def _exponential(model: Any) -> Tensor:
+    return model.logit_scale.float().exp()
+
+
+# by a configuration's model_type; SigLIP pools its last token, padding or not, and so is never given a mask
+FAMILIES = {
+    "align": Family(
+        "AlignModel",
+        "max_length",
+        ("input_ids", "attention_mask", "token_type_ids"),
+        lambda model: 1 / model.temperature.float(),
+    ),
+    "clip": Family("CLIPModel", "max_length", ("input_ids", "attention_mask"), _exponential),
+    "siglip": Family("SiglipModel", "max_length", ("input_ids",), _exponential),
+    "siglip2": Family("Siglip2Model", "max_length", ("input_ids",), _exponential),
+    "vision-text-dual-encoder": Family(
+        "VisionTextDualEncoderModel", "longest", ("input_ids", "attention_mask", "token_type_ids"), _exponential
+    ),
+}
+
+
+class DualEncoder:
+    """A dual encoder of transformers: the frozen `model`, its `tokenizer`, and how it wants its images.
+
+    `bias` is what SigLIP adds to every logit, and 0 elsewhere. It moves all classes alike, so a softmax, and
+    with it every method, gives the same with or without it; only SigLIP's own sigmoid needs it.
+    """
+
+    float8 = False  # whether the image tower's large products are in 8 bits
+
+    def __init__(
+        self, name: str, model: Any, tokenizer: Any, preprocess: Preprocess, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        kind = model.config.model_type
+        model = model.eval().requires_grad_(False)
+        self.name = name
+        self.family = FAMILIES[kind]
+        # read before the precision is lowered: bfloat16 would make 98.8 of a scale of 100
+        self.scale = float(self.family.scale(model))
+        self.bias = float(model.logit_bias) if hasattr(model, "logit_bias") else 0.0
+        self.model = model.to(device, dtype)
+        self.tokenizer = tokenizer
+        self.tokens = _tokens(kind, model.config.text_config, tokenizer)
+        self.patch: int | None = model.config.vision_config.patch_size if kind == "siglip2" else None
+        self.preprocess = preprocess
+        self.device = device
+        self.dtype = dtype
+        self.dim = self.encode_texts([""]).shape[1]
+
+    def encode_images(self, pixels: Tensor) -> Tensor:
+        """Unit features of preprocessed images: (B, 3, H, W) -> (B, D) float32, on the encoder's device."""
+        check_pixels(pixels)
+        if len(pixels) == 0:
+            return torch.zeros(0, self.dim, device=self.device)
+        with torch.inference_mode():
+            features = normalize(self._features(pixels.to(self.device, self.dtype)).float(), dim=-1)
+        return features.clone()  # out of inference mode, so that methods can take gradients around it
+
+    def image_tower(self) -> Callable[[Tensor], Tensor]:
+        """From normalised pixels to features, as a GPU likes it; see `types.DeviceEncoder`."""
+        if self.float8:
+            return faithful(vit.from_transformers(self.model, vit.Float8), self._features, self, COARSE)
+        return faithful(vit.from_transformers(self.model), self._features, self)
+
+    def soft_prompts(self, classnames: Sequence[str], words: str, chunk: int) -> Context:
+        """Prompts whose first words are free; see `types.PromptEncoder`."""
+        return contexts.transformers_prompts(self, classnames, words, chunk)
+
+    def _features(self, pixels: Tensor) -> Tensor:
+        images = {"pixel_values": pixels} if self.patch is None else _patches(pixels, self.patch)
+        return _pooled(self.model.get_image_features(**images))
+
+    def encode_texts(self, texts: Sequence[str]) -> Tensor:
+        """Unit features of sentences: n texts -> (n, D) float32, on the encoder's device."""
+        check_texts(texts)
+        if len(texts) == 0:
+            return torch.zeros(0, self.dim, device=self.device)
+        rows = []
+        with torch.inference_mode():
+            for start in range(0, len(texts), TEXT_BATCH):
+                tokens = self.tokenize(texts[start : start + TEXT_BATCH])
+                rows.append(_pooled(self.model.get_text_features(**tokens)).float())
+            features = normalize(torch.cat(rows), dim=-1)
+        return features.clone()
+
+    def tokenize(self, texts: Sequence[str]) -> dict[str, Tensor]:
+        """What the text tower takes: `input_ids` (n, length) and, where it was trained with them, masks."""
+        # SigLIP2 was trained on lower case; where its tokenizer is read as plain Gemma's, that is left to us
+        lower = type(self.tokenizer).__name__.startswith("Gemma")
+        found = self.tokenizer(
+            [text.lower() for text in texts] if lower else list(texts),
+            padding=self.family.padding,
+            padding_side="right",  # as all were trained; Gemma's tokenizer, left alone, pads the left
+            truncation=True,
+            max_length=self.tokens,
+            return_tensors="pt",
+        )
+        return {name: found[name].to(self.device) for name in self.family.inputs if name in found}
+
+
+def load(spec: str, device: torch.device, dtype: torch.dtype) -> DualEncoder:
+    """The encoder of "REPO_OR_PATH"."""
+    try:
+        transformers: Any = import_module("transformers")
+    except ImportError:
+        raise MissingPart(
+            "Encoder 'hf' needs the package transformers. Install it with: pip install 'testtime[hf]'"
+        ) from None
+    folder = find(spec)
+    config = _config(folder)
+    if lacking := _lacking(folder):
+        wanted = "; ".join(f"{part} ({' or '.join(PARTS[part][:2])})" for part in lacking)
+        raise InputError(f"'{folder}' lacks {wanted}. Save it there with save_pretrained.")
+    with _quiet(transformers), torch.random.fork_rng(devices=[]):
+        processor = _read(transformers.AutoImageProcessor, folder, "image processor")
+        tokenizer = _read(transformers.AutoTokenizer, folder, "tokenizer")
+        preprocess = make_preprocess(processor.to_dict())
+        model = _model(transformers, folder, config)
+    if tokenizer.pad_token is None:
+        raise InputError(f"The tokenizer in '{folder}' has no padding token; add pad_token to tokenizer_config.json.")
+    side = getattr(model.config.vision_config, "image_size", None)
+    if config["model_type"] in ("clip", "siglip") and side != preprocess.size:
+        raise InputError(
+            f"The model in '{folder}' sees {side} pixels a side; its image processor makes {preprocess.size}."
+        )
+    return DualEncoder(f"hf:{spec}", model, tokenizer, preprocess, device, dtype)
+
+
+# How images are seen
+
+
+def make_preprocess(looks: Mapping[str, Any]) -> Preprocess:
+    """A transformers image processor, as its `to_dict` gives it, in our words; an error where they do not reach.
+
+    Rescaling, an offset (ALIGN's) and normalising are one straight line, so any of them is a mean and a deviation.
+    """
+    kind = re.sub("(ImageProcessor|FeatureExtractor)(Fast|Pil)?$", "", looks.get("image_processor_type") or "")
+    said = f"The image processor '{looks.get('image_processor_type')}'"
+    if kind not in (*PROCESSORS, "Siglip2"):
+        raise InputError(f"{said} is not supported. Supported: those of {', '.join((*PROCESSORS, 'Siglip2'))}.")
+    if not looks.get("do_resize", True):
+        raise InputError(f"{said} does not resize (do_resize is false), and views must be of one size.")
+    if looks.get("do_pad"):
+        raise InputError(f"{said} pads images (do_pad), which is not supported.")
+    if looks.get("resample") not in FILTERS:
+        raise InputError(f"{said} resamples by {looks.get('resample')}. Supported: 2 (bilinear), 3 (bicubic).")
+
+    mode: Literal["shortest", "squash"] = "squash"
+    if kind == "Siglip2":
+        size = resize = isqrt(looks["max_num_patches"]) * looks["patch_size"]
+    else:
+        measures = {name: value for name, value in (looks.get("size") or {}).items() if value is not None}
+        cropped = bool(looks.get("do_center_crop"))
+        if measures.keys() == {"shortest_edge"} and cropped:
+            mode, resize = "shortest", measures["shortest_edge"]
+        elif measures.keys() == {"height", "width"}:
+            resize = _square(measures, said)
+        else:
+            raise InputError(
+                f"{said} resizes to {measures}{'' if cropped else ' and does not crop'}, which is not always a square. "
+                "Supported: height and width, or shortest_edge with do_center_crop."
+            )
+        size = _square(looks["crop_size"], said) if cropped else resize
+
+    # value = slope * pixel + start, for a pixel from 0 to 1
+    slope = 255 * (looks["rescale_factor"] if looks.get("do_rescale") else 1.0)
+    start = -1.0 if looks.get("do_rescale") and looks.get("rescale_offset") else 0.0
+    mean, std = looks["image_mean"], looks["image_std"]
+    lines = [(slope, start)] * 3
+    if looks.get("do_normalize"):
+        lines = [(a / s, (b - m) / s) for (a, b), m, s in zip(lines, mean, std, strict=True)]
+    if kind == "EfficientNet" and looks.get("include_top"):  # divides once more
+        lines = [(a / s, b / s) for (a, b), s in zip(lines, std, strict=True)]
+    return Preprocess(size, resize, mode, FILTERS[looks["resample"]], *_mean_and_std(lines))
+
+
+def _mean_and_std(lines: Sequence[tuple[float, float]]) -> tuple[Any, Any]:
+    # rounded, so that 0.5 stays 0.5 after a factor of 1/255 and back
+    return tuple(round(-b / a, 12) + 0.0 for a, b in lines), tuple(round(1 / a, 12) for a, _ in lines)
+
+
+def _square(measures: Mapping[str, int], said: str) -> int:
+    height, width = measures.get("height"), measures.get("width")
+    if height is None or height != width:
+        raise InputError(f"{said} makes images of {height} x {width}; only squares are supported.")
+    return height
+
+
+def _patches(pixels: Tensor, side: int) -> dict[str, Tensor]:
+    """Images as NaFlex takes them, patch by patch, each (row, column, channel): (B, 3, H, W) -> (B, n, side²·3)."""
+    count, _, height, width = pixels.shape
+    if height % side or width % side:
+        raise InputError(f"Images must be whole patches of {side} pixels; got {height} x {width}.")
+    grid = (height // side, width // side)
+    patches = pixels.unflatten(3, (grid[1], side)).unflatten(2, (grid[0], side))  # (B, 3, rows, side, columns, side)
+    patches = patches.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
+    return {
+        "pixel_values": patches,
+        "pixel_attention_mask": torch.ones(patches.shape[:2], dtype=torch.int32, device=pixels.device),
+        "spatial_shapes": torch.tensor([grid] * count, device=pixels.device),
+    }
+
+
+# How texts are read
+
+
+def _tokens(kind: str, text: Any, tokenizer: Any) -> int:
+    """Tokens of a text that are read; the rest is cut."""
+    places = getattr(text, "max_position_embeddings", LONGEST_TEXT)
+    if kind == "align":
+        return min(ALIGN_TOKENS, places)
+    if kind != "vision-text-dual-encoder":
+        return places
+    if text.model_type in OFFSET_POSITIONS:
+        places -= text.pad_token_id + 1
+    return min(places, tokenizer.model_max_length, LONGEST_TEXT)
+
+
+def _pooled(output: Any) -> Tensor:
+    """Features as transformers gives them: a tensor up to version 4, an object with `pooler_output` from 5."""
+    return output if isinstance(output, Tensor) else output.pooler_output
+
+
+# Where a model is
+
+
+def find(spec: str) -> Path:
+    """The folder of a path or of a hub repository, or an error that says how to get it."""
+    if not spec:
+        raise InputError("'hf' names no model. Write hf:OWNER/NAME or hf:FOLDER, as in hf:kakaobrain/align-base.")
+    path = Path(spec).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise InputError(f"'{spec}' is a file; name the folder that holds config.json and the weights.")
+    if not REPOSITORY.fullmatch(spec):
+        raise MissingPart(f"No folder '{spec}' (looked for {path.absolute()}).")
+    return fetch(spec)
+
+
+def fetch(repository: str) -> Path:
+    """The folder of a hub repository: from the cache, else from the hub, else MissingPart with the way out."""
+    cached = try_to_load_from_cache(repository, "config.json")
+    if isinstance(cached, str) and not _lacking(Path(cached).parent):
+        return Path(cached).parent
+    reason = "and the hub does not answer"
+    if answers(constants.ENDPOINT):
+        try:
+            return _download(repository)
+        except Exception as problem:  # the client's errors have no common root
+            reason = f"and the download failed ({(str(problem) or type(problem).__name__).splitlines()[0]})"
+    raise MissingPart(
+        f"Model '{repository}' is neither a folder nor in the hub's cache, {reason}.\n"
+        f"Fetch {constants.ENDPOINT}/{repository} (`hf download {repository}`), or write hf:FOLDER for a copy of it.\n"
+        "The encoder 'offline' needs no hub."
+    )
+
+
+def _download(repository: str) -> Path:
+    """The repository's folder in the cache, with one format of its weights only."""
+    words = ["*.json", "*.txt", "*.model", "*.spm"]
+    safe, pickled = PARTS["weights"]
+    folder = Path(snapshot_download(repository, allow_patterns=[*words, safe]))
+    if not any(folder.glob(safe)):
+        snapshot_download(repository, allow_patterns=[pickled])
+    return folder
+
+
+def _lacking(folder: Path) -> list[str]:
+    return [part for part, files in PARTS.items() if not any(any(folder.glob(file)) for file in files)]
+
+
+# What is in it
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """config.json of a dual encoder; an error names what the folder holds instead."""
+    file = folder / "config.json"
+    if not file.is_file():
+        ours = (folder / "open_clip_config.json").is_file()
+        hint = "It is open_clip's: write open_clip:MODEL/FILE." if ours else "Save a model there with save_pretrained."
+        raise InputError(f"'{folder}' has no config.json. {hint}")
+    config = parse_json(file.read_bytes(), f"'{file}'")
+    kind = config.get("model_type") if isinstance(config, dict) else None
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise InputError(
+            f"'{folder}' holds a model of type {kind!r}, which is not a supported dual encoder. "
+            f"Supported: {', '.join(FAMILIES)}."
+        )
+    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
+    attention = [part.get(key) for part in parts for key in ("attn_implementation", "_attn_implementation")]
+    if code := [said for said in attention if "/" in str(said)]:  # transformers would fetch and run it
+        raise InputError(f"'{file}' asks for code from the hub for its attention ({code[0]}); take that line out.")
+    return config
+
+
+def _read(factory: Any, folder: Path, what: str) -> Any:
+    """What one of transformers' Auto classes makes of the folder alone, running none of its code."""
+    try:
+        return factory.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except ImportError as problem:
+        package = re.search(r"sentencepiece|protobuf|tiktoken", str(problem), re.IGNORECASE)
+        name = package[0].lower() if package else "sentencepiece"
+        raise MissingPart(f"The {what} in '{folder}' needs the package {name}: pip install {name}") from None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as problem:
+        raise InputError(f"The {what} in '{folder}' cannot be read: {_first_line(problem)}") from None
+
+
+def _model(transformers: Any, folder: Path, config: Mapping[str, Any]) -> Any:
+    """The model with every weight from the folder: transformers would draw the missing ones at random."""
+    name = FAMILIES[config["model_type"]].model
+    if not hasattr(transformers, name):
+        raise MissingPart(
+            f"transformers {transformers.__version__} has no {name}. Upgrade it: pip install -U transformers"
+        )
+    try:
+        model, report = getattr(transformers, name).from_pretrained(
+            str(folder), local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    except pickle.UnpicklingError:
+        raise InputError(
+            f"The weights in '{folder}' hold more than tensors, and code in a file is never run. "
+            "Save them as model.safetensors."
+        ) from None
+    except (SafetensorError, OSError, RuntimeError, ValueError, TypeError, KeyError, EOFError) as problem:
+        raise InputError(f"The model in '{folder}' cannot be read: {_first_line(problem)}") from None
+    wrong = [f"{key} is {tuple(found)}, not {tuple(wanted)}" for key, found, wanted in report["mismatched_keys"]]
+    for what, names in (("Wrong shape", wrong), ("Missing", report["missing_keys"])):
+        if names := sorted(names):
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise InputError(f"The weights in '{folder}' do not fill a {name}. {what}: {', '.join(names[:3])}{more}.")
+    return model
+
+
+def _first_line(problem: Exception) -> str:
+    return (str(problem).strip() or type(problem).__name__).splitlines()[0]
+
+
+@contextmanager
+def _quiet(transformers: Any) -> Iterator[None]:
+    """Without progress bars and reports on standard error: what matters is raised."""
+    logging = transformers.utils.logging
+    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

@@ -1,0 +1,290 @@
+"""The feature store: views encoded once, replayed under any method.
+
+A store is one `.safetensors` file with `views` [N, V, D], `text` [C, D] and optional `labels` [N], or a folder of
+such shards with an `index.json`. Views are read a chunk at a time, so a store may be larger than memory.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from testtime import files
+from testtime.ops import unit, unit_views
+from testtime.types import FeatureError, Task
+
+FORMAT = "testtime.features"
+VERSION = "1"
+INDEX = "index.json"
+WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)  # what labels may be
+
+
+def save_features(
+    path: str | Path,
+    views: Tensor,
+    text: Tensor,
+    *,
+    labels: Tensor | None = None,
+    classnames: Sequence[str] | None = None,
+    scale: float = 100.0,
+    metadata: Mapping[str, str] | None = None,
+) -> Path:
+    """Write a feature file, atomically. `metadata` may add `encoder`, `dataset`, `seed` or anything else."""
+    unit_views(views, text.float())
+    names = list(map(str, range(len(text)))) if classnames is None else list(classnames)
+    Task(text.float(), tuple(names), scale)  # refuses what does not fit together
+    tensors = {"views": views, "text": text}
+    if labels is not None:
+        tensors["labels"] = _labels(labels, len(views), len(text), path)
+    facts = {"classnames": json.dumps(names), "scale": repr(float(scale)), "version": VERSION}
+    facts |= dict(metadata or {})
+    return files.write_tensors(path, tensors, facts)
+
+
+def write_index(folder: str | Path, shards: Sequence[str]) -> Path:
+    """Make a folder of shards a store; `shards` are file names in stream order."""
+    index = {"format": FORMAT, "version": VERSION, "shards": list(shards)}
+    return files.write_atomic(Path(folder) / INDEX, json.dumps(index, indent=1) + "\n")
+
+
+class Features:
+    """A feature file, or a folder of shards, read lazily.
+
+    >>> import tempfile, testtime as tt
+    >>> task, stream, labels = tt.toy()
+    >>> path = save_features(f"{tempfile.mkdtemp()}/toy.safetensors", stream, task.text, labels=labels)
+    >>> store = Features(path)
+    >>> len(store), store.views, store.dim, store.classnames[:2]
+    (160, 4, 32, ('0', '1'))
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.files = _shard_paths(self.path)
+        self._shards = [files.open_tensors(shard, FeatureError) for shard in self.files]
+        self._facts: list[dict[str, str]] = [dict(shard.metadata() or {}) for shard in self._shards]
+        for shard, facts in zip(self.files, self._facts, strict=True):
+            _check_version(shard, facts)
+        shapes = [_shape(shard, self.path) for shard in self._shards]
+        self._rows = [files.Rows(shard, "views", FeatureError) for shard in self.files]
+        if len({shape[1:] for shape in shapes}) > 1:
+            raise FeatureError(f"{self.path}: shards differ in views or dimension: {sorted(set(shapes))}.")
+        self._ends = list(accumulate(shape[0] for shape in shapes))
+        _, self.views, self.dim = shapes[0]
+        self.metadata = self._facts[0]
+        self.text = self._tensor(self._shards[0], "text")
+        self._check_text()
+        self.classnames = self._read_classnames()
+        self.scale = self._read_scale()
+        self.labels = self._read_labels()
+        # the paths that were encoded, for showing only, and their places in the input; None where it does not say
+        self.images = self._read_each("images", str, "path")
+        self.positions = self._read_each("positions", int, "place")
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def task(
+        self, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", context: bool = False
+    ) -> Task:
+        """The task of this store, its prototypes cast and then normalised.
+
+        With `context`, prompts can be tuned where the file carries a text tower of its own, as stored runs of TPT do.
+        """
+        text = unit(self.text.to(device=device, dtype=dtype))
+        task = Task(text, self.classnames, self.scale, self.metadata.get("encoder", ""))
+        shard = self._shards[0]
+        if not context or "ctx_init" not in shard.keys():
+            return task
+        from testtime.text.contexts import stored_context  # open_clip is loaded only for this
+
+        names = [name for name in shard.keys() if name not in ("views", "labels")]
+        try:
+            tower = stored_context({name: self._tensor(shard, name) for name in names}, self.metadata)
+            with torch.no_grad():
+                fits = tower(tower.start).shape == task.text.shape
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as problem:
+            said = (str(problem) or type(problem).__name__).splitlines()[0]
+            raise FeatureError(f"{self.path}: its text tower cannot be used ({said}). Write it again.") from None
+        if not fits:
+            raise FeatureError(f"{self.path}: its text tower gives other prototypes than (C, D) = {tuple(text.shape)}.")
+        return replace(task, context=tower)
+
+    def read(self, start: int, stop: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Views of the images from start to stop (n, V, D), checked, cast and then normalised."""
+        return unit_views(self.stored(start, stop), self.text.to(dtype), start)
+
+    def stored(self, start: int, stop: int) -> Tensor:
+        """Views of the images from start to stop (n, V, D) as they lie in the file."""
+        if not 0 <= start < stop <= len(self):
+            raise FeatureError(f"No images {start} to {stop} in {self.path}; it holds {len(self)}.")
+        parts, begin = [], 0
+        for rows, end in zip(self._rows, self._ends, strict=True):
+            if start < end and stop > begin:
+                parts.append(rows.read(max(start - begin, 0), min(stop, end) - begin))
+            begin = end
+        return torch.cat(parts) if len(parts) != 1 else parts[0]
+
+    def chunks(
+        self, order: Sequence[int] | Tensor | None = None, *, size: int = 0, dtype: torch.dtype = torch.float32
+    ) -> Iterator[Tensor]:
+        """The stream as chunks (n, V, D) of at most `size` images, in the given order or as stored."""
+        order = range(len(self)) if order is None else order
+        # by default about 16 MB of float32 at a time
+        size = size if size > 0 else max(1, min(1024, 2**22 // (self.views * self.dim)))
+        for start in range(0, len(order), size):
+            places = torch.as_tensor(order[start : start + size]).tolist()
+            if places == list(range(places[0], places[0] + len(places))):  # neighbours are read together
+                yield self.read(places[0], places[-1] + 1, dtype)
+            else:
+                yield torch.cat([self.read(place, place + 1, dtype) for place in places])
+
+    def _check_text(self) -> None:
+        if self.text.ndim != 2 or self.text.shape[1] != self.dim or self.text.dtype not in files.FLOATS.values():
+            kind = f"{str(self.text.dtype)[6:]} {tuple(self.text.shape)}"
+            raise FeatureError(f"{self.path}: text must be (C, {self.dim}) floats to fit the views; got {kind}.")
+        for number, shard in enumerate(self._shards[1:], start=1):
+            other = self._tensor(shard, "text")
+            if other.dtype != self.text.dtype or not torch.equal(other, self.text):
+                raise FeatureError(f"{self.path}: shard {number} has other text prototypes than shard 0.")
+
+    def _tensor(self, shard: Any, name: str) -> Tensor:
+        """A tensor of a shard, whole."""
+        try:
+            return shard.get_tensor(name)
+        except SafetensorError as problem:  # of a type that torch does not have
+            raise FeatureError(f"{self.path}: tensor '{name}' cannot be read ({problem}). Write it again.") from None
+
+    def _read_classnames(self) -> tuple[str, ...]:
+        stored = self.metadata.get("classnames")
+        if stored is None:
+            return tuple(map(str, range(len(self.text))))
+        names = _json_list(stored, (str, int, float))
+        if names is None or not _shown(names):
+            raise FeatureError(f"{self.path}: metadata 'classnames' is not a JSON list of names: {stored[:60]!r}.")
+        if len(names) != len(self.text):
+            raise FeatureError(f"{self.path}: {len(names)} class names for {len(self.text)} text prototypes.")
+        return tuple(map(str, names))
+
+    def _read_scale(self) -> float:
+        # older traces call it logit_scale
+        stored = self.metadata.get("scale", self.metadata.get("logit_scale", "100"))
+        try:
+            scale = float(stored)
+        except ValueError:
+            scale = math.nan
+        if not (math.isfinite(scale) and scale > 0):
+            raise FeatureError(f"{self.path}: metadata 'scale' must be a positive number; got {stored!r}.")
+        return scale
+
+    def _read_labels(self) -> Tensor | None:
+        having = ["labels" in shard.keys() for shard in self._shards]
+        if not any(having):
+            return None
+        if not all(having):
+            raise FeatureError(f"{self.path}: shard {having.index(False)} has no labels, others have.")
+        counts = [rows.shape[0] for rows in self._rows]
+        pairs = zip(self._shards, counts, strict=True)
+        return torch.cat([_labels(self._tensor(s, "labels"), n, len(self.text), self.path) for s, n in pairs])
+
+    def _read_each(self, key: str, kind: type, what: str) -> tuple[Any, ...] | None:
+        """What the metadata say of each image under a key, in order; None where a shard does not."""
+        found: list[Any] = []
+        for rows, facts in zip(self._rows, self._facts, strict=True):
+            if key not in facts:
+                return None
+            values = _json_list(facts[key], (kind,))
+            if values is not None and kind is str and not all(map(_is_name, values)):
+                values = None
+            if values is None or len(values) != rows.shape[0]:
+                raise FeatureError(f"{self.path}: metadata '{key}' is not a JSON list with one {what} for each image.")
+            found.extend(values)
+        return tuple(found)
+
+
+def _labels(labels: Tensor, images: int, classes: int, path: str | Path) -> Tensor:
+    """Labels (N,) as int64, checked."""
+    if labels.shape != (images,):
+        raise FeatureError(f"{path}: labels must be ({images},), one for each image; got {tuple(labels.shape)}.")
+    whole = labels.long()
+    if labels.dtype not in WHOLE or not ((whole >= 0) & (whole < classes)).all():
+        raise FeatureError(f"{path}: labels must be whole numbers from 0 to {classes - 1}.")
+    return whole
+
+
+def _shard_paths(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    index = path / INDEX
+    try:
+        text = index.read_bytes()
+    except FileNotFoundError:
+        raise FeatureError(f"{path} is a folder without {INDEX}; it is not a feature store, or not finished.") from None
+    except OSError as problem:
+        raise FeatureError(f"Cannot read {index}: {problem.strerror or problem}.") from None
+    found = files.parse_json(text, index, FeatureError, dict)
+    shards = found.get("shards")
+    if found.get("format", FORMAT) != FORMAT or not isinstance(shards, list) or not all(map(_is_name, shards)):
+        raise FeatureError(f"{index} is not the index of a feature store.")
+    _check_version(index, found)
+    paths = [path / Path(name).name for name in shards]  # never a file elsewhere
+    if not paths:
+        raise FeatureError(f"{index} names no shards.")
+    return paths
+
+
+def _check_version(path: Path, facts: Mapping[str, Any]) -> None:
+    """Refuse what another version of testtime wrote; a file made elsewhere says nothing."""
+    if (found := facts.get("version", VERSION)) != VERSION:
+        raise FeatureError(
+            f"{path} has format version {str(found)[:40]!r}, this program reads {VERSION}. "
+            "Use the version of testtime that wrote it, or encode again."
+        )
+
+
+def _json_list(text: str, kinds: tuple[type, ...]) -> list[Any] | None:
+    """A list of values of these kinds in JSON; None where it is anything else."""
+    try:
+        values = files.parse_json(text, "", FeatureError, list)
+    except FeatureError:
+        return None
+    return values if all(isinstance(value, kinds) and not isinstance(value, bool) for value in values) else None
+
+
+def _shown(names: Sequence[Any]) -> bool:
+    """Whether names can be written: none of them holds half of a character, as JSON can."""
+    try:
+        "".join(map(str, names)).encode()
+        return True
+    except UnicodeEncodeError:
+        return False
+
+
+def _is_name(name: object) -> bool:
+    """Whether this can be the name of a file, also one that is no UTF-8."""
+    try:
+        return isinstance(name, str) and b"\0" not in os.fsencode(name)
+    except UnicodeEncodeError:
+        return False
+
+
+def _shape(shard: Any, path: Path) -> tuple[int, int, int]:
+    names = set(shard.keys())
+    if missing := {"views", "text"} - names:
+        raise FeatureError(
+            f"{path}: no tensor '{sorted(missing)[0]}'; a feature file holds views [N,V,D] and text [C,D]."
+        )
+    shape = tuple(shard.get_slice("views").get_shape())
+    if len(shape) != 3 or 0 in shape:
+        raise FeatureError(f"{path}: views must be [N,V,D] with none of them 0; got {list(shape)}.")
+    return shape  # type: ignore[return-value]

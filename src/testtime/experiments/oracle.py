@@ -1,0 +1,92 @@
+"""DMN-ZS as its numbers were published: the fusion weight chosen on the test set, by its labels.
+
+No honest system can do this: it says what the memory could give if someone knew the right weight beforehand. So it is
+not a setting of `dmn`; it goes by a name of its own, which every table, JSON object and file of such a run carries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from testtime import registry
+from testtime.encoding.store import Features
+from testtime.methods.dmn import DMN, State
+from testtime.session import replay as replays
+from testtime.types import InputError, Task
+
+NAME = "dmn (oracle: fusion weight chosen with test labels)"
+# of the memory, the text's being 1: the grid of the released code
+WEIGHTS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
+
+
+@dataclass(frozen=True)
+class Parts(DMN):
+    """DMN that leaves open how its two classifiers are weighed: scores (2C,), by the text and then by the memory.
+
+    The memory does not depend on the weight, so one pass over the stream serves all weights.
+    """
+
+    def step(self, task: Task, state: State, views: Tensor) -> tuple[Tensor, State]:
+        state = self.remember(task, state, views)
+        return torch.cat(self.parts(task, state, views)), state
+
+    def scan(self, task: Task, state: State, stream: Tensor) -> tuple[Tensor, State]:
+        scores = stream.new_empty(len(stream), 2 * task.classes)
+        for row, views in enumerate(stream):
+            scores[row], state = self.step(task, state, views)
+        return scores, state
+
+    def fused(self, scores: Tensor, weight: float) -> Tensor:
+        """Scores (N, C) with that weight of the memory, from those of both classifiers (N, 2C)."""
+        text, memory = scores.chunk(2, dim=1)
+        return self.fusion_text * text + weight * memory
+
+    def correct(self, scores: Tensor, labels: Tensor) -> Tensor:
+        """How many of the images (N, 2C) each of WEIGHTS gets right: (W,)."""
+        return torch.stack([(self.fused(scores, weight).argmax(1) == labels).sum() for weight in WEIGHTS])
+
+
+def parts_of(method: DMN) -> Parts:
+    """The method with its weight left open."""
+    if type(method) is not DMN:
+        raise InputError(f"Only the method 'dmn' has an oracle, not '{getattr(method, 'name', method)}'.")
+    return Parts(**{name: getattr(method, name) for name in registry.settings_of(method)})
+
+
+def described(parts: Parts, correct: Tensor, images: int) -> dict[str, Any]:
+    """What a result says of itself, by how many images each weight (W,) got right; of equal weights the smallest."""
+    weight = WEIGHTS[int(correct.argmax())]
+    return {
+        "method": NAME,
+        "settings": registry.settings_of(parts) | {"fusion_memory": weight},
+        "oracle": True,
+        "weight": weight,
+        "accuracy_by_weight": {f"{w:g}": int(n) / images for w, n in zip(WEIGHTS, correct, strict=True)},
+    }
+
+
+@dataclass(frozen=True)
+class OracleReplay(replays.Replay):
+    """A run over a store that was shown the labels."""
+
+    chosen: dict[str, Any]  # as `described` gives it
+
+    def summary(self) -> dict[str, Any]:
+        """The run in plain data, under its own name."""
+        return super().summary() | self.chosen
+
+
+def replay(store: Features, method: DMN | None = None, **options: Any) -> OracleReplay:
+    """DMN over a store with the fusion weight that its labels like best; `options` are those of `replay.replay`."""
+    parts = parts_of(method or DMN())
+    if store.labels is None:
+        raise InputError(f"{store.path} has no labels, which an oracle chooses by.")
+    run = replays.replay(store, parts, **options)
+    found = described(parts, parts.correct(run.logits, store.labels[run.order]), len(run.order))
+    logits = parts.fused(run.logits, found["weight"])
+    fused = replace(run, logits=logits, predictions=logits.argmax(1))
+    return OracleReplay(**vars(fused), chosen=found)

@@ -1,0 +1,201 @@
+"""What DPE's queues hold early and late in the stream, and how clustered it is (the paper's t-SNE figure)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from testtime.datasets import Dataset
+from testtime.experiments.cells import CHUNK, Cell, Text
+from testtime.experiments.evaluate import Plan, described, recipe_of
+from testtime.files import parse_json, write_atomic
+from testtime.ops import unit
+from testtime.report.queues import FEWEST, PLACED, Tracer, tsne
+from testtime.report.words import count
+from testtime.session.order import shuffled
+from testtime.session.session import Session
+from testtime.types import InputError, Method, Task
+
+QUEUE = 6  # features per class in the figure
+SHARES = (1500 / 30300, 15000 / 30300)  # of the stream: the figure's two moments on Food101
+COLOURED = 25  # classes that the figure shows in colour
+HEAD = ("images", "features", "classes", "cosine to own mean", "to nearest other mean", "of the true class")
+
+
+class Held(NamedTuple):
+    """The queues at one moment."""
+
+    images: int  # seen so far
+    features: Tensor  # (n, D) unit rows
+    classes: Tensor  # (n,) whose queue each is in
+    places: Tensor  # (n,) its image's place in the stream
+
+
+def run_queues(plan: Plan, dataset: Dataset, moments: Sequence[int] | None = None) -> dict[str, Any]:
+    """The queues' features at each moment with their places on a map, kept in a file once made.
+
+    Moments are numbers of images; the shares of the stream that the paper's figure has, if left out.
+    """
+    entry = recipe_of(dataset)
+    lab = plan.lab(dataset)
+    method = plan.method("dpe", entry, {"queue": QUEUE})
+    text = Text(plan.templates_of(entry), plan.descriptions_of(dataset))
+    cell = Cell(method, text, plan.views_of("dpe", entry), plan.seeds[0])
+    images = len(lab.indices)
+    chosen = sorted({max(1, round(share * images)) for share in SHARES}) if moments is None else sorted(set(moments))
+    if not chosen or chosen[0] < 1 or chosen[-1] > images:
+        raise InputError(f"Moments {chosen}: give numbers of images from 1 to {images}.")
+    path = lab.path(cell).with_name(f"map-{'-'.join(map(str, chosen))}-{lab.path(cell).name}")
+    if path.exists():
+        return parse_json(path.read_bytes(), f"{path} (remove it, and it is made again)", kind=dict)
+    store = lab.store(cell.views, cell.seed)
+    order = shuffled(len(store), cell.seed)
+    task = lab.task(text)
+    stream = (chunk.to(task.text.device) for chunk in store.chunks(order.tolist(), size=CHUNK))
+    held = watch_queues(task, method, stream, chosen)
+    labels, rows = lab.labels_of(store)[order], lab.rows(store)
+    result = {
+        "bench": "tsne",
+        "title": "What the queues hold",
+        "facts": lab.facts(cell) | {"text": described(text.facts())},
+        "moments": [_scored(moment, labels) for moment in held],
+        "maps": _placed(held, [rows[i] for i in order.tolist()], cell.seed),
+        "coloured": torch.randperm(task.classes, generator=torch.Generator().manual_seed(cell.seed))[
+            :COLOURED
+        ].tolist(),
+    }
+    write_atomic(path, json.dumps(result) + "\n")
+    return result
+
+
+def watch_queues(task: Task, method: Method, stream: Iterable[Tensor], moments: Sequence[int]) -> list[Held]:
+    """The queues of DPE after each number of images; every entry is traced to its image."""
+    session = Session(task, method)
+    tracer = Tracer(session.state.queue)
+    places = tracer.places
+    wanted, found = set(moments), []
+    for chunk in stream:
+        for views in chunk:
+            session.scan(views[None])
+            tracer.follow(session.state.queue, session.count - 1)
+            if session.count in wanted:
+                classes, slots = (places >= 0).nonzero(as_tuple=True)
+                features = unit(session.state.queue.keys[classes, slots]).cpu()
+                found.append(Held(session.count, features, classes, places[classes, slots]))
+            if len(found) == len(wanted):
+                return found
+    return found
+
+
+def _scored(held: Held, labels: Tensor) -> dict[str, Any]:
+    """How clustered the queues are: cosine to the own class's mean and to the nearest other, and purity.
+
+    Classes with one feature say nothing on clustering and are left out of both cosines.
+    """
+    classes = held.classes.unique()
+    means = unit(torch.stack([held.features[held.classes == c].mean(0) for c in classes]))
+    cosine = held.features @ means.T  # (n, classes)
+    own = held.classes[:, None] == classes
+    several = (own.sum(0) > 1)[own.int().argmax(1)]
+    other = cosine.masked_fill(own, -1).max(1).values
+    return {
+        "images": held.images,
+        "features": len(held.features),
+        "classes": len(classes),
+        "cosine_own": float(cosine[own][several].mean()) if several.any() else None,
+        "cosine_other": float(other[several].mean()) if several.any() and len(classes) > 1 else None,
+        "purity": float((labels[held.places] == held.classes).double().mean()),
+    }
+
+
+def _placed(held: Sequence[Held], rows: Sequence[int], seed: int) -> list[list[dict[str, Any]]]:
+    """Each moment's entries with their place on one map of all moments (t-SNE); `rows` of the dataset, as streamed."""
+    # an image's feature once, however many moments it stays
+    found = {place: key for moment in held for place, key in zip(moment.places.tolist(), moment.features, strict=True)}
+    if len(found) < FEWEST:
+        raise InputError(
+            f"{count(len(found), 'feature')} on a map: too few to place; look at the queues later: --after 100,1000."
+        )
+    flat = dict(zip(found, tsne(torch.stack(list(found.values())), seed), strict=True))
+    return [
+        [
+            {"class": label, "image": place, "row": rows[place], "x": flat[place][0], "y": flat[place][1]}
+            for label, place in zip(moment.classes.tolist(), moment.places.tolist(), strict=True)
+        ]
+        for moment in held
+    ]
+
+
+def _lines(result: dict[str, Any]) -> list[list[str]]:
+    """The moments as rows of text, under `HEAD`."""
+    shown = []
+    for moment in result["moments"]:
+        cosines = ("" if moment[key] is None else f"{moment[key]:.4f}" for key in ("cosine_own", "cosine_other"))
+        counts = (f"{moment[key]}" for key in ("images", "features", "classes"))
+        shown.append([*counts, *cosines, f"{100 * moment['purity']:.2f}%"])
+    return shown
+
+
+def _subtitle(facts: dict[str, Any]) -> str:
+    views = f"{facts['views']} view{'s' * (facts['views'] > 1)}"
+    return f"{facts['dataset']}, {facts['encoder']}, {views}, seed {facts['seed']}, queue of {QUEUE}"
+
+
+def queues_markdown(result: dict[str, Any]) -> str:
+    """The moments as a page."""
+    facts = result["facts"]
+    lines = [
+        f"# {result['title']}",
+        "",
+        f"{_subtitle(facts)}. Text: {facts['text']}.",
+        "",
+        f"| {' | '.join(HEAD)} |",
+        "|---:" * len(HEAD) + "|",
+        *(f"| {' | '.join(line)} |" for line in _lines(result)),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def queues_page(result: dict[str, Any], dataset: Dataset, command: str = "") -> str:
+    """The moments as one self-contained HTML page: their maps side by side, with the images that the queues hold."""
+    from testtime.report import Queued, QueueMap, QueuesReport, Snapshot, Table, html
+    from testtime.report.conditions import machine, versions
+    from testtime.report.pictures import make_thumbnails
+
+    facts, text = result["facts"], ""
+    maps, coloured = result["maps"], set(result["coloured"])
+    if sum(map(len, maps)) > PLACED:
+        maps = [[entry for entry in entries if entry["class"] in coloured] for entries in maps]
+        text = f"Shown {'is' if len(coloured) == 1 else 'are'} {count(len(coloured), 'class')}, chosen by the seed. "
+    # the queues' last contents first, where there are more images than thumbnails
+    rows = list(dict.fromkeys(entry["row"] for entries in reversed(maps) for entry in entries))
+    number = {row: image for image, row in enumerate(rows)}
+    snapshots = [
+        Snapshot(moment["images"], [Queued(e["class"], number[e["row"]], e["x"], e["y"]) for e in entries])
+        for moment, entries in zip(result["moments"], maps, strict=True)
+    ]
+    labels = dataset.labels or ()
+    section = QueuesReport(
+        result["title"],
+        _subtitle(facts),
+        [
+            Table(
+                "How clustered they are",
+                ["After", *(name.capitalize() for name in HEAD[1:])],
+                [[f"{images} images", *more] for images, *more in _lines(result)],
+            )
+        ],
+        QueueMap("DPE", snapshots, f"{text}The map's t-SNE has seed {facts['seed']}."),
+        list(dataset.classnames),
+        [labels[row] for row in rows],
+        names=[str(dataset.paths[row]) for row in rows],
+        thumbnails=make_thumbnails({image: dataset.paths[row] for row, image in number.items()}),
+        text="Each class keeps the features of the images that it is surest of. The cosines tell how near a feature is "
+        "to the mean of its own class's queue, and to the nearest of the others.",
+    )
+    about = {"Text": facts["text"], "Versions": versions(), "Machine": machine(torch.device("cpu")), "Command": command}
+    return html([section], {key: value for key, value in about.items() if value}, "bench tsne")

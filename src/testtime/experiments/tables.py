@@ -1,0 +1,227 @@
+"""A bench's result as tables for a page or a terminal, and as data for the report's figures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from testtime.experiments.evaluate import described, percent, seeds_of
+from testtime.experiments.recipes import BACKBONES, MEANS, Published, published
+
+NOT_RUN = "not run"
+
+
+class Sheet(NamedTuple):
+    """One table of text: its title, its header and its rows."""
+
+    title: str
+    header: list[str]
+    rows: list[list[str]]
+
+
+def sheets(result: Mapping[str, Any]) -> list[Sheet]:
+    """A result's tables: one for each encoder, and for each dataset unless datasets are the columns."""
+    found = []
+    for encoder in _unique(result["rows"], "encoder"):
+        mine = [row for row in result["rows"] if row["encoder"] == encoder]
+        if len(result["columns"]) > 1:
+            found.append(_by_dataset(result, encoder, mine))
+        elif len(result["axes"]) == 2:
+            found.append(_by_axes(result, encoder, mine))
+        else:
+            found.append(_by_row(result, encoder, mine))
+    return found
+
+
+def markdown(result: Mapping[str, Any]) -> str:
+    """A result as a page: tables, what they ran on, and why rows are missing."""
+    lines = [f"# {result['title']}", ""]
+    for sheet in sheets(result):
+        aligned = ["---", *("---:" for _ in sheet.header[1:])]
+        lines += [sheet.title, "", _line(sheet.header), _line(aligned), *map(_line, sheet.rows), ""]
+    return "\n".join(lines + remarks(result)) + "\n"
+
+
+def remarks(result: Mapping[str, Any]) -> list[str]:
+    """What stands below the tables: text prototypes, rows that were not run, notes."""
+    texts = {(row["column"], described(row["text"])) for row in result["rows"] if "text" in row}
+    lines = [f"Text on {column}: {text}." for column, text in sorted(texts)]
+    if "table" in result and result["table"]:
+        lines.append(f"Published: {result['table']} of the paper, accuracy in percent.")
+    reasons: dict[str, list[str]] = {}
+    for row in result["rows"]:
+        if NOT_RUN in row:
+            reasons.setdefault(row[NOT_RUN], []).append(row["row"])
+    for reason, labels in reasons.items():
+        lines.append(f"Not run: {', '.join(dict.fromkeys(labels))}: {reason}")
+    return [*lines, *([result["note"]] if result["note"] else [])]
+
+
+def page(result: Mapping[str, Any], command: str = "") -> str:
+    """A result as one self-contained HTML page."""
+    from testtime.report import Grid, Series, Table, TablesReport, html
+    from testtime.report.conditions import machine, versions
+
+    parts, facts = report_parts(result), result["facts"]
+    section = TablesReport(
+        result["title"],
+        f"Track {facts['track']}, protocol {facts['protocol']}, {seeds_of(facts)}" if facts else "",
+        [Table(*sheet) for sheet in sheets(result)],
+        {},
+        "\n\n".join(remarks(result)),
+        [Grid(**each) for each in parts["grids"]],
+        [Series(**each) for each in parts["series"] if each["xs"]],
+    )
+    about = {"Versions": versions(), "Machine": machine(torch.device("cpu")), "Command": command}
+    return html([section], {key: value for key, value in about.items() if value}, f"bench {result['bench']}")
+
+
+def report_parts(result: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """What the report draws, under "grids" and "series": the arguments of its `Grid` and `Series`.
+
+    An experiment without axes has no figure, and both lists are empty. Values are fractions, None where not run.
+    """
+    parts: dict[str, list[dict[str, Any]]] = {"grids": [], "series": []}
+    axes = result["axes"]
+    for encoder in _unique(result["rows"], "encoder"):
+        for column in result["columns"]:
+            mine = [row for row in result["rows"] if (row["encoder"], row["column"]) == (encoder, column)]
+            title = f"{result['title']}: {column}, {encoder}"
+            if len(axes) == 2:
+                parts["grids"].append(_grid(title, axes, mine))
+            elif len(axes) == 1:
+                for line in _unique(mine, "line"):
+                    parts["series"].append(_series(title, line or axes[0], [r for r in mine if r["line"] == line]))
+    return parts
+
+
+def _grid(title: str, axes: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    ys, xs = (sorted({row["at"][place] for row in rows}) for place in (0, 1))
+    values = {tuple(row["at"]): row.get("accuracy") for row in rows}
+    return {
+        "title": title,
+        "x": axes[1],
+        "xs": xs,
+        "y": axes[0],
+        "ys": ys,
+        "values": [[values.get((y, x)) for x in xs] for y in ys],
+    }
+
+
+def _series(title: str, axis: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    ran = [row for row in rows if "accuracy" in row]
+    lines: dict[str, list[float]] = {}
+    if ran and all(row["published"] is not None for row in ran):
+        lines["published"] = [row["published"] / 100 for row in ran]
+        title += f"; published for {ran[0]['published_for']}"
+    lines["measured"] = [row["accuracy"] for row in ran]  # the last line is drawn boldest
+    return {"title": title, "x": axis, "xs": [row["at"][0] for row in ran], "lines": lines}
+
+
+def _by_row(result: Mapping[str, Any], encoder: str, rows: Sequence[Mapping[str, Any]]) -> Sheet:
+    timed = any("milliseconds" in row for row in rows)
+    several = any(row.get("spread") is not None for row in rows)
+    compared = any(row["published"] is not None for row in rows)
+    header = ["row", "accuracy", *(["spread"] if several else []), "gain"]
+    header += ["ms per image", "ms encoding", "time for all"] if timed else []
+    if compared:
+        where = next(row["published_for"] for row in rows if row["published"] is not None)
+        what = "published gain" if rows[0]["published_gain"] else "published"
+        header += [f"{what} ({where})", *(["published time"] if timed else [])]
+    lines = []
+    for row in rows:
+        ran = NOT_RUN not in row
+        line = [row["row"], percent(row["accuracy"]) if ran else NOT_RUN]
+        line += [percent(row.get("spread"))] if several else []
+        line.append(f"{100 * row['gain']:+.2f}" if ran else "")
+        if timed:
+            line += _times(row)
+        if compared:
+            line.append(_number(row["published"], row["published_gain"]))
+            line += [row["published_time"] or ""] if timed else []
+        lines.append(line)
+    return Sheet(_title(result, encoder, rows), header, lines)
+
+
+def _by_axes(result: Mapping[str, Any], encoder: str, rows: Sequence[Mapping[str, Any]]) -> Sheet:
+    grid = _grid("", result["axes"], rows)
+    header = [f"{grid['y']} \\ {grid['x']}", *map(str, grid["xs"])]
+    lines = [[str(y), *map(percent, values)] for y, values in zip(grid["ys"], grid["values"], strict=True)]
+    return Sheet(_title(result, encoder, rows), header, lines)
+
+
+def _by_dataset(result: Mapping[str, Any], encoder: str, rows: Sequence[Mapping[str, Any]]) -> Sheet:
+    """Measured, and in brackets published; means only where every dataset of them was run."""
+    columns = list(result["columns"])
+    table = published()[result["table"]]
+    means = [column for column in table.columns if column in MEANS]
+    lines = []
+    for label in _unique(rows, "row"):
+        cells = {row["column"]: row for row in rows if row["row"] == label}
+        line = [label]
+        for column in columns:
+            row = cells[column]
+            line.append(f"{percent(row.get('accuracy')) or '-'} ({_number(row['published']) or '-'})")
+        for average in means:
+            over = columns[1:] if average == "ood-average" else columns  # the first is in-domain
+            values = [cells[column]["accuracy"] for column in over if "accuracy" in cells[column]]
+            shown = percent(sum(values) / len(values)) if len(values) == len(over) else "-"
+            line.append(f"{shown} ({_number(_mean(table, rows, label, average)) or '-'})")
+        lines.append(line)
+    return Sheet(_title(result, encoder, rows), ["method", *columns, *means], lines)
+
+
+def _mean(table: Published, rows: Sequence[Mapping[str, Any]], label: str, average: str) -> float | None:
+    here = BACKBONES.get(rows[0]["encoder"])
+    return table.value(here if here and here in table.rows else next(iter(table.rows)), label, average)
+
+
+def _times(row: Mapping[str, Any]) -> list[str]:
+    if row.get("milliseconds") is None:
+        return ["", "", ""]
+    step, encoding = row["milliseconds"], row["encoding_milliseconds"]
+    if encoding is None:
+        return [f"{step:.2f}", "", ""]
+    return [f"{step:.2f}", f"{encoding:.1f}", duration(row["images"] * (step + encoding) / 1000)]
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a person says them.
+
+    >>> duration(6600), duration(540), duration(3)
+    ('1 h 50 min', '9 min', '3 s')
+    """
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def _title(result: Mapping[str, Any], encoder: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    facts = result["facts"]
+    ran = [row for row in rows if NOT_RUN not in row]
+    shown = [", ".join(result["columns"]) if len(result["columns"]) == 1 else "", encoder]
+    if ran:
+        views = {f"{row['views']} view{'s' * (row['views'] > 1)}{' AugMix' * row['augmix']}" for row in ran}
+        shown += [f"{ran[0]['images']} images" if len(result["columns"]) == 1 else "", " or ".join(sorted(views))]
+    if facts:
+        shown += [facts["track"], facts["protocol"], seeds_of(facts)]
+    elif len(result["columns"]) > 1:
+        shown.append("measured (published)")
+    return ", ".join(part for part in shown if part) + (
+        "; measured (published)" if facts and len(result["columns"]) > 1 else ""
+    )
+
+
+def _number(value: float | None, signed: bool = False) -> str:
+    return "" if value is None else f"{value:+.2f}" if signed else f"{value:.2f}"
+
+
+def _unique(rows: Sequence[Mapping[str, Any]], key: str) -> list[Any]:
+    return list(dict.fromkeys(row[key] for row in rows))
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

@@ -1,0 +1,1 @@
+"""Images: found, read, and made into views."""

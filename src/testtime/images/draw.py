@@ -1,0 +1,172 @@
+"""What is random about the views of an image, drawn for all of them at once.
+
+The same numbers as `testtime.images.views.sample_views`, the plain twin, bit for bit: a view has random numbers of its
+own, of which more are drawn here than it may need. Exponentials and logarithms are those of `math`, since numpy's
+may differ in the last bit from machine to machine.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from testtime.images.views import (
+    CHAINS,
+    OPERATIONS,
+    RATIO,
+    TRIES,
+    AugMixParameters,
+    CropParameters,
+    Operation,
+    ViewParameters,
+    check_draw,
+)
+
+STEPS = 3  # the most operations of a chain
+NAMES = tuple(OPERATIONS)
+NOTHING = -1  # where a chain has ended
+BLOCK = 4  # numbers that a count of the generator gives
+CROP = 24  # numbers that a crop may need, in whole blocks
+BOTH = 60  # numbers that a crop and its AugMix may need
+
+Array = np.ndarray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mixes:
+    """AugMix of n views, as arrays."""
+
+    operations: Array  # (n, CHAINS, STEPS) places in `NAMES`, or NOTHING
+    amounts: Array  # (n, CHAINS, STEPS)
+    weights: Array  # (n, CHAINS)
+    keep: Array  # (n,)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Drawn:
+    """All that is random about n views, as arrays."""
+
+    crops: Array  # (n, 5) whole numbers: top, left, height, width, flip
+    mixes: Mixes | None
+
+    def __len__(self) -> int:
+        return len(self.crops)
+
+
+def draw(
+    extent: tuple[int, int],
+    count: int,
+    size: int,
+    *,
+    seed: int,
+    index: int,
+    augmix: bool = False,
+    scale: tuple[float, float] = (0.08, 1.0),
+) -> Drawn:
+    """What `views` will do for an image of `extent` (width, height): count - 1 rows, for views 1 and on."""
+    check_draw(count, seed, index, scale)
+    numbers = _numbers(count - 1, BOTH if augmix else CROP, seed, index)
+    crops, used = _crops(extent, numbers, scale)
+    return Drawn(crops, _mixes(size, numbers, used) if augmix else None)
+
+
+def entries(drawn: Drawn) -> list[ViewParameters]:
+    """The same draw, as `sample_views` gives it."""
+    crops = [CropParameters(top, left, h, w, flip > 0) for top, left, h, w, flip in drawn.crops.tolist()]
+    if drawn.mixes is None:
+        return [ViewParameters(crop, None) for crop in crops]
+    found = []
+    mixes = drawn.mixes
+    parts = (mixes.operations, mixes.amounts, mixes.weights, mixes.keep)
+    for crop, operations, amounts, weights, keep in zip(crops, *(part.tolist() for part in parts), strict=True):
+        chains = tuple(
+            tuple(Operation(NAMES[code], amount) for code, amount in zip(*chain, strict=True) if code != NOTHING)
+            for chain in zip(operations, amounts, strict=True)
+        )
+        found.append(ViewParameters(crop, AugMixParameters(chains, tuple(weights), keep)))
+    return found
+
+
+def _numbers(views: int, count: int, seed: int, index: int) -> Array:
+    """The first `count` random numbers of each view: (views, count), from 0 to below 1."""
+    key = np.array([seed, index], dtype=np.uint64)
+    philox = np.random.Philox(key=key, counter=np.array([0, 0, 0, 1], dtype=np.uint64))
+    random = np.random.Generator(philox).random
+    numbers = np.empty((views, count))
+    for row in numbers:
+        random(out=row)
+        philox.advance(2**192 - count // BLOCK)  # to where the next view's numbers start
+    return numbers
+
+
+def _crops(extent: tuple[int, int], numbers: Array, scale: tuple[float, float]) -> tuple[Array, Array]:
+    """Boxes (n, 5) by RandomResizedCrop's rule, and how many numbers each has used (n,)."""
+    width, height = extent
+    low, high = math.log(RATIO[0]), math.log(RATIO[1])
+    # for those that nothing fits: the largest box at the centre whose ratio is allowed
+    w, h = min(width, round(height * RATIO[1])), min(height, round(width / RATIO[0]))
+    crops = np.tile(np.array([(height - h) // 2, (width - w) // 2, h, w, 0]), (len(numbers), 1))
+    used = np.full(len(numbers), 2 * TRIES)
+    open_rows = np.arange(len(numbers))
+    for trial in range(TRIES):
+        tried = numbers[open_rows, 2 * trial : 2 * trial + 2]
+        area = width * height * (scale[0] + (scale[1] - scale[0]) * tried[:, 0])
+        ratio = np.array([math.exp(x) for x in (low + (high - low) * tried[:, 1]).tolist()])
+        wide, tall = np.rint(np.sqrt(area * ratio)), np.rint(np.sqrt(area / ratio))
+        fits = (0 < wide) & (wide <= width) & (0 < tall) & (tall <= height)
+        rows, wide, tall = open_rows[fits], wide[fits], tall[fits]
+        crops[rows, 0] = numbers[rows, 2 * trial + 2] * (height - tall + 1)
+        crops[rows, 1] = numbers[rows, 2 * trial + 3] * (width - wide + 1)
+        crops[rows, 2], crops[rows, 3] = tall, wide
+        used[rows] = 2 * trial + 4
+        open_rows = open_rows[~fits]
+        if not len(open_rows):
+            break
+    crops[:, 4] = numbers[np.arange(len(numbers)), used] < 0.5
+    return crops, used + 1
+
+
+def _mixes(size: int, numbers: Array, used: Array) -> Mixes:
+    """AugMix for views of side `size`; a row of `numbers` goes on at its place in `used`."""
+    row = np.arange(len(numbers))[:, None]
+    weights = np.empty((len(numbers), CHAINS))
+    for place, drawn in enumerate(numbers[row, used[:, None] + np.arange(CHAINS)].tolist()):
+        spacings = [-math.log1p(-number) for number in drawn]
+        total = math.fsum(spacings)
+        weights[place] = [spacing / total if total else 1 / CHAINS for spacing in spacings]
+    keep = numbers[row[:, 0], used + CHAINS]
+    start = used + CHAINS + 1
+    step = np.arange(STEPS)
+    operations = np.empty((len(numbers), CHAINS, STEPS), dtype=np.int64)
+    amounts = np.empty((len(numbers), CHAINS, STEPS))
+    last = numbers.shape[1] - 1  # steps that a chain lacks may lie beyond; what they read is not used
+    for chain in range(CHAINS):
+        length = 1 + (numbers[row[:, 0], start] * 3).astype(np.int64)
+        picked = numbers[row, np.minimum(start[:, None] + 1 + step, last)]
+        operations[:, chain] = np.where(step < length[:, None], (picked * len(NAMES)).astype(np.int64), NOTHING)
+        place = (start + 1 + length)[:, None] + 2 * step
+        level = (0.1 + 0.9 * numbers[row, np.minimum(place, last)]) / 10
+        sign = np.where(numbers[row, np.minimum(place + 1, last)] < 0.5, -1, 1)
+        amounts[:, chain] = _amounts(operations[:, chain], level, sign, size)
+        start = start + 1 + 3 * length
+    return Mixes(operations, amounts, weights, keep)
+
+
+def _amounts(operations: Array, level: Array, sign: Array, size: int) -> Array:
+    """How much of each operation, by the rules of `testtime.images.views`."""
+    whole = np.trunc
+    slope, pixels = sign * 0.3 * level, sign * whole(size / 3 * level)
+    rules = {
+        "posterize": 4 - whole(4 * level),
+        "rotate": sign * whole(30 * level),
+        "solarize": 256 - whole(256 * level),
+        "shear_x": slope,
+        "shear_y": slope,
+        "translate_x": pixels,
+        "translate_y": pixels,
+    }
+    nothing = np.zeros_like(level)
+    table = np.stack([rules.get(name, nothing) for name in NAMES] + [nothing])  # NOTHING finds the last
+    return np.take_along_axis(table, operations[None] % len(table), axis=0)[0]

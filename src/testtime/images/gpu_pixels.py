@@ -1,0 +1,354 @@
+"""The crops and AugMix of `gpu_views` as a few Triton kernels, each for all views of all images at once.
+
+Crops are Pillow's to the last bit: its two passes, in its whole numbers of 22 bits. AugMix takes two kernels for
+each step of the chains, one that builds the tables of operations that look at the whole picture and one that
+carries out all nine, and one that mixes. What is the same for a picture is a row of numbers that a kernel reads.
+"""
+
+# Triton reads the annotations of kernels itself, and knows but its own
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from testtime.images.draw import NAMES, NOTHING, STEPS, Mixes
+from testtime.images.views import CHAINS
+
+# as Pillow computes: a sum is rounded after its product
+ROUNDED: dict[str, Any] = {"enable_fp_fusion": False}
+BUDGET = 2**30  # bytes for rows resampled across, beyond which images are done one after another
+
+# Columns of an axis of a view: those of `testtime.images.gpu_views.Axis`, and of the image it is taken from
+START, LENGTH, RATIO, FIRST, TOTAL, SUPPORT, MIRRORED, REACH, OFFSET, WIDTH, VIEW = range(11)
+AXIS: tl.constexpr = tl.constexpr(11)
+
+# Columns of an operation: what kind it is, an affine map, and how much
+OPERATION: tl.constexpr = tl.constexpr(8)
+MOVE: tl.constexpr = tl.constexpr(1)
+STRETCH: tl.constexpr = tl.constexpr(2)
+EQUAL: tl.constexpr = tl.constexpr(3)
+MASK: tl.constexpr = tl.constexpr(4)
+INVERT: tl.constexpr = tl.constexpr(5)
+KINDS = {"autocontrast": STRETCH, "equalize": EQUAL, "posterize": MASK, "solarize": INVERT}
+SHORT: tl.constexpr = tl.constexpr(0.01)  # as in `testtime.images.gpu_views`
+
+
+def crop(pictures: Sequence[Tensor], axes: np.ndarray, reach: np.ndarray, out: Tensor, rows: Sequence[int]) -> None:
+    """Fill `rows` of `out` (n, V, 3, size, size) with the views of pictures (H, W, 3), by their axes (n, V, 2, 7).
+
+    `reach` (n, V, 2) is the number of pixels that a filter may touch.
+    """
+    views, size = out.shape[1], out.shape[-1]
+    tall = max(picture.shape[0] for picture in pictures)
+    together = max(1, BUDGET // (views * 3 * tall * size))
+    for start in range(0, len(pictures), together):
+        part = slice(start, start + together)
+        _crop(pictures[part], axes[part], reach[part], out, rows[part])
+
+
+def _crop(pictures: Sequence[Tensor], axes: np.ndarray, reach: np.ndarray, out: Tensor, rows: Sequence[int]) -> None:
+    count, views, size, device = len(pictures), out.shape[1], out.shape[-1], out.device
+    tall = max(picture.shape[0] for picture in pictures)
+    pixels = torch.cat([picture.reshape(-1) for picture in pictures])
+    sizes = np.array([picture.numel() for picture in pictures])
+    plan = np.empty((count, views, 2, AXIS.value))
+    plan[..., :REACH], plan[..., REACH] = axes, reach
+    plan[..., OFFSET] = (sizes.cumsum() - sizes)[:, None, None]
+    plan[..., WIDTH] = np.array([picture.shape[1] for picture in pictures])[:, None, None]
+    plan[..., VIEW] = (np.array(rows)[:, None] * views + np.arange(views))[..., None]
+    most = int(reach.max())
+    on_device = _upload(plan, device)
+    weights = torch.empty(count * views * 2, most, size, dtype=torch.int32, device=device)
+    first = torch.empty(count * views * 2, size, dtype=torch.int32, device=device)
+    across = torch.empty(count * views, 3, tall, size, dtype=torch.uint8, device=device)
+    block = triton.next_power_of_2(size)
+    high = max(1, 2048 // block)  # rows of a program
+    with _on(device):
+        _weigh[(count * views * 2,)](on_device, weights, first, size, most, BLOCK=block, **ROUNDED)
+        strips = count * views, triton.cdiv(tall, high)
+        _resample_across[strips](
+            pixels, on_device, weights, first, across, size, most, tall, HIGH=high, BLOCK=block, **ROUNDED
+        )
+        grid = count * views, triton.cdiv(size, high), 3
+        _resample_down[grid](
+            on_device, weights, first, across, out, size, most, tall, HIGH=high, BLOCK=block, **ROUNDED
+        )
+
+
+def mix(grey: Tensor, mixes: Sequence[Mixes]) -> None:
+    """Mix the views but the first of each image (n, V, 3, size, size) in place; without `mixes`, do nothing."""
+    if not mixes:
+        return
+    size, device, views = grey.shape[-1], grey.device, grey.shape[1] - 1
+    plan, shares = _plan(mixes, size)
+    numbers = _upload(np.concatenate([plan.ravel(), shares.ravel()]), device)
+    steps, weights = numbers[: plan.size].view(plan.shape), numbers[plan.size :]
+    pictures = plan.shape[1]
+    # chains take turns with two places, as a picture cannot be moved within itself
+    places = [torch.empty(pictures, 3, size * size, dtype=torch.uint8, device=device) for _ in range(2)]
+    tables = torch.empty(pictures, 3, 256, dtype=torch.uint8, device=device)
+    source = grey
+    with _on(device):
+        for number, step in enumerate(steps):
+            target, first = places[number % 2], number == 0
+            shape = size, views
+            _tabulate[(pictures, 3)](source, step, tables, *shape, FIRST=first, BLOCK=2048, **ROUNDED)
+            grid = pictures, triton.cdiv(size * size, 1024)
+            _operate[grid](source, step, tables, target, *shape, FIRST=first, BLOCK=1024, **ROUNDED)
+            source = target
+        grid = pictures // CHAINS, triton.cdiv(3 * size * size, 2048)
+        _blend[grid](grey, source, weights, size, views, CHAINS=CHAINS, BLOCK=2048, **ROUNDED)
+
+
+def _plan(mixes: Sequence[Mixes], size: int) -> tuple[np.ndarray, np.ndarray]:
+    """The operations of each step on each chain (steps, n * V * CHAINS, 8), and shares (n * V, 1 + CHAINS)."""
+    codes = np.concatenate([part.operations for part in mixes]).reshape(-1, STEPS).T  # (STEPS, pictures)
+    codes = codes[: int((codes != NOTHING).any(1).sum())]
+    amounts = np.concatenate([part.amounts for part in mixes]).reshape(-1, STEPS).T[: len(codes)]
+    kinds = np.array([KINDS.get(name, MOVE).value for name in NAMES] + [0])  # NOTHING finds the last
+    plan = np.zeros((*codes.shape, OPERATION.value), dtype=np.float32)
+    plan[..., 0] = kinds[codes]
+    plan[..., 1] = plan[..., 5] = 1  # x' = a x + b y + c, y' = d x + e y + f, in columns 1 to 6
+    for name, column in (("shear_x", 2), ("translate_x", 3), ("shear_y", 4), ("translate_y", 6)):
+        plan[..., column] = np.where(codes == NAMES.index(name), amounts, 0)
+    turned = codes == NAMES.index("rotate")
+    angle, middle = np.radians(amounts[turned]), size / 2
+    cos, sin = np.cos(angle), np.sin(angle)
+    affine = cos, -sin, middle * (1 - cos + sin), sin, cos, middle * (1 - cos - sin)
+    plan[turned, 1:7] = np.stack(affine, -1)
+    posterized = codes == NAMES.index("posterize")
+    plan[..., 7] = np.where(posterized, -(2.0 ** (8 - amounts)), amounts)
+    keep = np.concatenate([part.keep for part in mixes])[:, None]
+    shares = np.concatenate([keep, (1 - keep) * np.concatenate([part.weights for part in mixes])], 1)
+    return plan, shares.astype(np.float32)
+
+
+def _upload(array: np.ndarray, device: torch.device) -> Tensor:
+    """An array on the device, without waiting for it there."""
+    host = torch.from_numpy(array)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+def _on(device: torch.device) -> Any:
+    """A context in which kernels are launched on this device; the CPU is for Triton's interpreter."""
+    return torch.cuda.device(device) if device.type == "cuda" else torch.no_grad()
+
+
+# Crops
+
+
+@triton.jit
+def _kernel_value(x, cubic):
+    """Pillow's filters: the triangle, or where `cubic`, the cubic convolution with a = -0.5."""
+    x = tl.abs(x)
+    near = (1.5 * x - 2.5) * x * x + 1
+    far = ((-0.5 * x + 2.5) * x - 4) * x + 2
+    smooth = tl.where(x < 1, near, tl.where(x < 2, far, 0.0))
+    return tl.where(cubic, smooth, tl.maximum(1 - x, 0.0))
+
+
+@triton.jit(do_not_specialize=["size", "most"])
+def _weigh(axes, weights, first, size, most, BLOCK: tl.constexpr):
+    """Weights (most, size) of 22 bits along one axis, and the box's pixel (size,) that the first of them is for."""
+    axis = tl.program_id(0).to(tl.int64)
+    row = axes + axis * AXIS
+    length, ratio = tl.load(row + 1), tl.load(row + 2)
+    start, total = tl.load(row + 3), tl.load(row + 4)
+    support, mirrored = tl.load(row + 5), tl.load(row + 6)
+    reach = tl.load(row + 7).to(tl.int32)
+    pixel = tl.arange(0, BLOCK)
+    kept = pixel < size
+    place = tl.where(mirrored > 0, size - 1 - pixel, pixel).to(tl.float64) + start
+    stretch = tl.maximum(ratio, 1.0)
+    centre = (place + 0.5) * ratio
+    low = tl.maximum(tl.floor(centre - support * stretch + 0.5), 0.0)
+    high = tl.minimum(tl.floor(centre + support * stretch + 0.5), length)
+    high = tl.where((place >= 0) & (place < total), high, 0.0)
+    whole = tl.zeros([BLOCK], dtype=tl.float64)
+    for tap in range(reach):
+        value = _kernel_value((low + tap + 0.5 - centre) / stretch, support > 1)
+        whole += tl.where(low + tap < high, value, 0.0)
+    whole = tl.where(whole == 0, 1.0, whole)
+    for tap in range(reach):
+        value = _kernel_value((low + tap + 0.5 - centre) / stretch, support > 1)
+        value = tl.where(low + tap < high, value, 0.0) / whole * 4194304.0
+        value += tl.where(value < 0, -0.5, 0.5)
+        tl.store(weights + (axis * most + tap) * size + pixel, value.to(tl.int32), mask=kept)
+    tl.store(first + axis * size + pixel, low.to(tl.int32), mask=kept)
+
+
+@triton.jit
+def _level(total):
+    """A grey level of a sum of 22 bits behind the point, one half included."""
+    return tl.minimum(tl.maximum(total >> 22, 0), 255)
+
+
+@triton.jit(do_not_specialize=["size", "most", "tall"])
+def _resample_across(pixels, axes, weights, first, out, size, most, tall, HIGH: tl.constexpr, BLOCK: tl.constexpr):
+    """Some rows of a view's box, resampled across: part of (3, tall, size) uint8."""
+    view = tl.program_id(0).to(tl.int64)
+    across, down = axes + 2 * view * AXIS, axes + (2 * view + 1) * AXIS
+    rows = tl.program_id(1) * HIGH + tl.arange(0, HIGH)
+    height = tl.load(down + 1).to(tl.int32)
+    if tl.program_id(1) * HIGH < height:
+        left, length = tl.load(across).to(tl.int32), tl.load(across + 1).to(tl.int32)
+        reach, width = tl.load(across + 7).to(tl.int32), tl.load(across + 9).to(tl.int64)
+        base = pixels + tl.load(across + 8).to(tl.int64)
+        top = tl.load(down).to(tl.int32)
+        column = tl.arange(0, BLOCK)
+        kept = column < size
+        low = tl.load(first + 2 * view * size + column, mask=kept, other=0)
+        real = rows < height
+        lines = base + ((top + rows).to(tl.int64) * width * 3)[:, None]
+        red = tl.full([HIGH, BLOCK], 2097152, dtype=tl.int32)
+        green = tl.full([HIGH, BLOCK], 2097152, dtype=tl.int32)
+        blue = tl.full([HIGH, BLOCK], 2097152, dtype=tl.int32)
+        for tap in range(reach):
+            inside = kept & (low + tap < length)
+            weight = tl.load(weights + (2 * view * most + tap) * size + column, mask=inside, other=0)[None, :]
+            points = lines + ((left + low + tap) * 3)[None, :]
+            mask = real[:, None] & inside[None, :]
+            red += weight * tl.load(points, mask=mask, other=0).to(tl.int32)
+            green += weight * tl.load(points + 1, mask=mask, other=0).to(tl.int32)
+            blue += weight * tl.load(points + 2, mask=mask, other=0).to(tl.int32)
+        places = out + (view * 3 * tall + rows)[:, None] * size + column[None, :]
+        mask = real[:, None] & kept[None, :]
+        plane = tl.cast(tall, tl.int64) * size
+        tl.store(places, _level(red).to(tl.uint8), mask=mask)
+        tl.store(places + plane, _level(green).to(tl.uint8), mask=mask)
+        tl.store(places + 2 * plane, _level(blue).to(tl.uint8), mask=mask)
+
+
+@triton.jit(do_not_specialize=["size", "most", "tall"])
+def _resample_down(axes, weights, first, across, out, size, most, tall, HIGH: tl.constexpr, BLOCK: tl.constexpr):
+    """Some rows of one colour of a view: part of (size, size)."""
+    view, colour = tl.program_id(0).to(tl.int64), tl.program_id(2)
+    axis = 2 * view + 1
+    height, reach = tl.load(axes + axis * AXIS + 1).to(tl.int32), tl.load(axes + axis * AXIS + 7).to(tl.int32)
+    place = tl.load(axes + axis * AXIS + 10).to(tl.int64)
+    rows, column = tl.program_id(1) * HIGH + tl.arange(0, HIGH), tl.arange(0, BLOCK)
+    real, kept = rows < size, column < size
+    low = tl.load(first + axis * size + rows, mask=real, other=0)
+    lines = across + (view * 3 + colour) * tall * size
+    total = tl.full([HIGH, BLOCK], 2097152, dtype=tl.int32)
+    for tap in range(reach):
+        inside = real & (low + tap < height)
+        weight = tl.load(weights + (axis * most + tap) * size + rows, mask=inside, other=0)
+        points = lines + ((low + tap) * size)[:, None] + column[None, :]
+        # a weight of nothing may be for a row that was never filled
+        mask = (inside & (weight != 0))[:, None] & kept[None, :]
+        total += weight[:, None] * tl.load(points, mask=mask, other=0).to(tl.int32)
+    places = out + ((place * 3 + colour) * size + rows)[:, None] * size + column[None, :]
+    tl.store(places, _level(total).to(out.dtype.element_ty), mask=real[:, None] & kept[None, :])
+
+
+# AugMix
+
+
+@triton.jit
+def _row(picture, views, FIRST: tl.constexpr):
+    """Where a chain's picture is found: at first with the views, the clean one of each image left out."""
+    if FIRST:
+        view = picture // 3
+        return view + view // views + 1
+    else:
+        return picture
+
+
+@triton.jit(do_not_specialize=["size", "views"])
+def _tabulate(source, steps, tables, size, views, FIRST: tl.constexpr, BLOCK: tl.constexpr):
+    """The table (256,) of one colour of a picture whose operation looks at all of it, as Pillow computes it."""
+    picture, colour = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    kind = tl.load(steps + picture * OPERATION).to(tl.int32)
+    if (kind == STRETCH) | (kind == EQUAL):
+        pixels = size * size
+        start = source + (_row(picture, views, FIRST) * 3 + colour) * pixels
+        level = tl.arange(0, 256)
+        count = tl.zeros([256], dtype=tl.int32)
+        for first in range(0, pixels, BLOCK):
+            place = first + tl.arange(0, BLOCK)
+            found = tl.load(start + place, mask=place < pixels, other=0).to(tl.int32)
+            count += tl.histogram(found, 256)
+        beyond = (pixels + BLOCK - 1) // BLOCK * BLOCK - pixels  # counted as black
+        count -= tl.where(level == 0, beyond, 0)
+        low = tl.min(tl.where(count > 0, level, 256), 0)
+        high = tl.max(tl.where(count > 0, level, -1), 0)
+        # equalize: as many pixels to each new level, those of the highest one left out of the account
+        step = (pixels - tl.sum(tl.where(level == high, count, 0), 0)) // 255
+        even = (step // 2 + tl.cumsum(count, 0) - count) // tl.maximum(step, 1)
+        even = tl.where(step > 0, even, level)
+        # autocontrast: the darkest becomes 0 and the lightest 255
+        span = tl.maximum(high - low, 1).to(tl.float64)
+        gain = 255.0 / span
+        offset = -low.to(tl.float64) * gain
+        stretched = (level.to(tl.float64) * gain + offset).to(tl.int32)
+        table = tl.where(kind == EQUAL, even, stretched)
+        table = tl.where(high > low, table, level)
+        table = tl.minimum(tl.maximum(table, 0), 255)
+        tl.store(tables + (picture * 3 + colour) * 256 + level, table.to(tl.uint8))
+
+
+@triton.jit(do_not_specialize=["size", "views"])
+def _operate(source, steps, tables, out, size, views, FIRST: tl.constexpr, BLOCK: tl.constexpr):
+    """Some pixels of a picture (3, size * size) uint8 after its operation."""
+    picture = tl.program_id(0).to(tl.int64)
+    row = steps + picture * OPERATION
+    kind = tl.load(row).to(tl.int32)
+    pixels = size * size
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    kept = place < pixels
+    start, target = source + _row(picture, views, FIRST) * 3 * pixels, out + picture * 3 * pixels
+    if kind == MOVE:
+        x, y = (place % size).to(tl.float32) + 0.5, (place // size).to(tl.float32) + 0.5
+        across = tl.load(row + 1) * x + tl.load(row + 2) * y + tl.load(row + 3)
+        down = tl.load(row + 4) * x + tl.load(row + 5) * y + tl.load(row + 6)
+        inside = kept & (across >= 0) & (across < size) & (down >= 0) & (down < size)
+        across, down = across - 0.5, down - 0.5
+        left, top = tl.floor(across), tl.floor(down)
+        right_share, low_share = across - left, down - top
+        # within the picture the outermost pixels go on to its edge
+        x0, x1 = tl.maximum(left.to(tl.int32), 0), tl.minimum(left.to(tl.int32) + 1, size - 1)
+        y0, y1 = tl.maximum(top.to(tl.int32), 0) * size, tl.minimum(top.to(tl.int32) + 1, size - 1) * size
+        for colour in tl.static_range(3):
+            plane = start + colour * pixels
+            upper = tl.load(plane + y0 + x0, mask=inside, other=0).to(tl.float32)
+            upper += right_share * (tl.load(plane + y0 + x1, mask=inside, other=0).to(tl.float32) - upper)
+            lower = tl.load(plane + y1 + x0, mask=inside, other=0).to(tl.float32)
+            lower += right_share * (tl.load(plane + y1 + x1, mask=inside, other=0).to(tl.float32) - lower)
+            moved = tl.where(inside, upper + low_share * (lower - upper) + SHORT, 0.0)
+            tl.store(target + colour * pixels + place, moved.to(tl.int32).to(tl.uint8), mask=kept)
+    else:
+        amount = tl.load(row + 7).to(tl.int32)
+        for colour in tl.static_range(3):
+            level = tl.load(start + colour * pixels + place, mask=kept, other=0).to(tl.int32)
+            if (kind == STRETCH) | (kind == EQUAL):
+                level = tl.load(tables + (picture * 3 + colour) * 256 + level, mask=kept, other=0).to(tl.int32)
+            if kind == MASK:
+                level = level & amount
+            if kind == INVERT:
+                level = tl.where(level < amount, level, 255 - level)
+            tl.store(target + colour * pixels + place, level.to(tl.uint8), mask=kept)
+
+
+@triton.jit(do_not_specialize=["size", "views"])
+def _blend(grey, chains, shares, size, views, CHAINS: tl.constexpr, BLOCK: tl.constexpr):
+    """Some levels of a view, mixed with its chains as their shares say."""
+    view = tl.program_id(0).to(tl.int64)
+    levels = 3 * size * size
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    kept = place < levels
+    spot = grey + (view + view // views + 1) * levels + place
+    share = shares + view * (CHAINS + 1)
+    mixed = tl.load(spot, mask=kept, other=0).to(tl.float32) * tl.load(share)
+    for chain in tl.static_range(CHAINS):
+        part = tl.load(chains + (view * CHAINS + chain) * levels + place, mask=kept, other=0).to(tl.float32)
+        mixed += part * tl.load(share + 1 + chain)
+    tl.store(spot, mixed.to(grey.dtype.element_ty), mask=kept)

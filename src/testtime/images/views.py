@@ -1,0 +1,271 @@
+"""Views of an image: the image itself, and random crops of it, seeded by (seed, index).
+
+What is random is drawn first, as plain data (`sample_views`), and then carried out with Pillow (`views`);
+another device can carry out the same draw. Crops are those of torchvision's RandomResizedCrop and
+RandomHorizontalFlip. AugMix (Hendrycks et al., ICLR 2020) is as TPT and its descendants use it: severity 1,
+mixed after normalising.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from testtime.images.reading import cut, seen
+from testtime.types import InputError, Preprocess
+
+RATIO = (3 / 4, 4 / 3)  # width over height of a random crop
+TRIES = 10  # draws of a crop before the centre is taken instead
+CHAINS = 3  # that AugMix mixes
+LONGEST = 16  # elongation of the resized image from which only its centre is computed
+
+FILTERS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
+
+
+class CropParameters(NamedTuple):
+    """A box of the image in pixels, and whether it is mirrored after it is resized."""
+
+    top: int
+    left: int
+    height: int
+    width: int
+    flip: bool
+
+
+class Operation(NamedTuple):
+    """One step of an AugMix chain: a name of `OPERATIONS` and how much of it."""
+
+    name: str
+    amount: float  # bits, degrees, a threshold, a slope or pixels, by name; signed where that means something
+
+
+class AugMixParameters(NamedTuple):
+    """The view becomes `keep * view + (1 - keep) * sum(weight * chain(view))`."""
+
+    chains: tuple[tuple[Operation, ...], ...]  # each of 1 to 3 operations
+    weights: tuple[float, ...]  # one per chain, summing to 1
+    keep: float
+
+
+class ViewParameters(NamedTuple):
+    """All that is random about one view."""
+
+    crop: CropParameters
+    augmix: AugMixParameters | None
+
+
+def clean(image: Image.Image, preprocess: Preprocess) -> Tensor:
+    """The image as the model was trained to see it: (3, size, size) float32, normalised.
+
+    Equal to torchvision's Resize, CenterCrop, ToTensor and Normalize on a Pillow image; only images more than
+    `LONGEST` times as long as wide may differ by some grey levels, because theirs would fill the memory.
+    """
+    return _normalise(_unit(_centre(_checked(image), preprocess)), preprocess)
+
+
+def views(
+    image: Image.Image,
+    count: int,
+    preprocess: Preprocess,
+    *,
+    seed: int,
+    index: int,
+    augmix: bool = False,
+    scale: tuple[float, float] = (0.08, 1.0),
+) -> Tensor:
+    """The clean view and `count - 1` random ones: (count, 3, size, size) float32, normalised, row 0 clean.
+
+    `index` is the image's place in the stream and `scale` the range of a crop's share of the image. A row
+    depends on the image, `seed`, `index` and its own number, never on `count`; with and without AugMix, the
+    crops are the same.
+    """
+    image, size = _checked(image), preprocess.size
+    sampled = sample_views(image.size, count, size, seed=seed, index=index, augmix=augmix, scale=scale)
+    pixels = torch.empty(count, 3, size, size)
+    pixels[0] = _unit(_centre(image, preprocess))
+    for row, parameters in enumerate(sampled, start=1):
+        view = _crop(image, parameters.crop, size)
+        pixels[row] = _unit(view) if parameters.augmix is None else _augmix(view, parameters.augmix)
+    return _normalise(pixels, preprocess)
+
+
+def sample_views(
+    extent: tuple[int, int],
+    count: int,
+    size: int,
+    *,
+    seed: int,
+    index: int,
+    augmix: bool = False,
+    scale: tuple[float, float] = (0.08, 1.0),
+) -> list[ViewParameters]:
+    """What `views` will do for an image of `extent` (width, height): count - 1 entries, for rows 1 and on."""
+    check_draw(count, seed, index, scale)
+    sampled = []
+    for row in range(1, count):
+        # only `random()` is drawn from it: unlike `dirichlet` or `integers`, that has never changed in numpy
+        key = np.array([seed, index], dtype=np.uint64)
+        counter = np.array([0, 0, 0, row], dtype=np.uint64)
+        random = np.random.Generator(np.random.Philox(key=key, counter=counter)).random
+        crop = sample_crop(extent, random, scale)
+        sampled.append(ViewParameters(crop, sample_augmix(size, random) if augmix else None))
+    return sampled
+
+
+def check_draw(count: int, seed: int, index: int, scale: tuple[float, float]) -> None:
+    """Refuse what no views can be drawn with."""
+    if count < 1:
+        raise InputError(f"The number of views must be 1 or more; got {count}.")
+    for name, value in (("seed", seed), ("index", index)):
+        if not 0 <= value < 2**64:
+            raise InputError(f"The {name} of the views must be from 0 to 2**64 - 1; got {value}.")
+    if not 0 < scale[0] <= scale[1] <= 1:
+        raise InputError(f"The crop scale must be a range within 0 to 1, such as (0.08, 1.0); got {scale}.")
+
+
+def sample_crop(extent: tuple[int, int], random: Callable[[], float], scale: tuple[float, float]) -> CropParameters:
+    """A box in an image of `extent` (width, height), by RandomResizedCrop's rule; `random` gives [0, 1)."""
+    width, height = extent
+    low, high = math.log(RATIO[0]), math.log(RATIO[1])
+    for _ in range(TRIES):
+        area = width * height * (scale[0] + (scale[1] - scale[0]) * random())
+        ratio = math.exp(low + (high - low) * random())
+        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < w <= width and 0 < h <= height:
+            top, left = int(random() * (height - h + 1)), int(random() * (width - w + 1))
+            return CropParameters(top, left, h, w, random() < 0.5)
+    # nothing fitted, the image being long or tiny: the largest box at its centre whose ratio is allowed
+    w = min(width, round(height * RATIO[1]))
+    h = min(height, round(width / RATIO[0]))
+    return CropParameters((height - h) // 2, (width - w) // 2, h, w, random() < 0.5)
+
+
+def sample_augmix(size: int, random: Callable[[], float]) -> AugMixParameters:
+    """Chains, weights ~ Dirichlet(1, 1, 1) and a share kept ~ Beta(1, 1) for a view of side `size`."""
+    spacings = [-math.log1p(-random()) for _ in range(CHAINS)]  # exponentials; their shares are Dirichlet
+    total = math.fsum(spacings)
+    # three zeros in a row have probability 2**-159, but a division by zero would end a long run
+    weights = tuple(s / total if total else 1 / CHAINS for s in spacings)
+    keep = random()
+    names = list(OPERATIONS)
+    chains = []
+    for _ in range(CHAINS):
+        length = 1 + int(random() * 3)
+        picks = [names[int(random() * len(names))] for _ in range(length)]
+        chains.append(tuple(Operation(name, _amount(name, size, random)) for name in picks))
+    return AugMixParameters(tuple(chains), weights, keep)
+
+
+def _amount(name: str, size: int, random: Callable[[], float]) -> float:
+    """How much of an operation at severity 1: a tenth of its most, times a number from 0.1 to 1."""
+    level = (0.1 + 0.9 * random()) / 10
+    sign = -1 if random() < 0.5 else 1
+    match name:
+        case "posterize":
+            return 4 - int(4 * level)  # always 4 bits at severity 1, as in the released code
+        case "rotate":
+            return sign * int(30 * level)
+        case "solarize":
+            return 256 - int(256 * level)
+        case "shear_x" | "shear_y":
+            return sign * 0.3 * level
+        case "translate_x" | "translate_y":
+            return sign * int(size / 3 * level)
+    return 0.0
+
+
+def _affine(view: Image.Image, matrix: tuple[float, float, float, float, float, float]) -> Image.Image:
+    return view.transform(view.size, Image.Transform.AFFINE, matrix, Image.Resampling.BILINEAR)
+
+
+def _shifted(view: Image.Image, right: int, down: int) -> Image.Image:
+    # by whole pixels a crop is the affine map exactly, and some hundred times as fast
+    return view.crop((right, down, right + view.width, down + view.height))
+
+
+# what moves in from outside is black
+OPERATIONS: dict[str, Callable[[Image.Image, float], Image.Image]] = {
+    "autocontrast": lambda view, _: ImageOps.autocontrast(view),
+    "equalize": lambda view, _: ImageOps.equalize(view),
+    "posterize": lambda view, bits: ImageOps.posterize(view, int(bits)),
+    "rotate": lambda view, degrees: view.rotate(degrees, Image.Resampling.BILINEAR),
+    "solarize": lambda view, threshold: ImageOps.solarize(view, int(threshold)),
+    "shear_x": lambda view, slope: _affine(view, (1, slope, 0, 0, 1, 0)),
+    "shear_y": lambda view, slope: _affine(view, (1, 0, 0, slope, 1, 0)),
+    "translate_x": lambda view, pixels: _shifted(view, int(pixels), 0),
+    "translate_y": lambda view, pixels: _shifted(view, 0, int(pixels)),
+}
+
+
+def _augmix(view: Image.Image, parameters: AugMixParameters) -> Tensor:
+    """The mixed view, in [0, 1] and not rounded to bytes: (3, size, size).
+
+    The weights sum to 1, so normalising the mixture, once, is the same as mixing what is normalised.
+    """
+    keep = parameters.keep
+    mixed = np.multiply(np.asarray(view), keep, dtype=np.float32)  # (size, size, 3), from 0 to 255
+    for weight, chain in zip(parameters.weights, parameters.chains, strict=True):
+        changed = view
+        for name, amount in chain:
+            changed = OPERATIONS[name](changed, amount)
+        mixed += np.multiply(np.asarray(changed), (1 - keep) * weight, dtype=np.float32)
+    return torch.from_numpy(mixed).permute(2, 0, 1).div_(255)
+
+
+def _crop(image: Image.Image, crop: CropParameters, size: int) -> Image.Image:
+    """One random resized crop, bilinear whatever the model's own filter is, as torchvision's default."""
+    top, left, height, width, flip = crop
+    # not `resize(box=...)`: its filter would reach for pixels outside the box
+    view = cut(image, (left, top, left + width, top + height)).resize((size, size), FILTERS["bilinear"])
+    return view.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if flip else view
+
+
+def _centre(image: Image.Image, preprocess: Preprocess) -> Image.Image:
+    """The resized image's central square, of `size` pixels a side; black where the image does not reach."""
+    size, resize, filter = preprocess.size, preprocess.resize, FILTERS[preprocess.interpolation]
+    width, height = image.size
+    if preprocess.mode == "squash":
+        width = height = resize
+    else:
+        short = min(width, height)
+        width, height = int(resize * width / short), int(resize * height / short)
+    left, top = _margin(width, size), _margin(height, size)
+    if max(width, height) > LONGEST * max(size, resize):
+        # a strip of 1 x 10,000 pixels would become one of 224 x 2,240,000: compute only what is kept
+        across, down = image.width / width, image.height / height
+        keep = (max(left, 0), max(top, 0), min(left + size, width), min(top + size, height))
+        box = (keep[0] * across, keep[1] * down, keep[2] * across, keep[3] * down)
+        image = image.resize((keep[2] - keep[0], keep[3] - keep[1]), filter, box=box)
+        left, top = min(left, 0), min(top, 0)
+    elif (width, height) != image.size:
+        image = image.resize((width, height), filter)
+    return image.crop((left, top, left + size, top + size))
+
+
+def _margin(length: int, size: int) -> int:
+    """Where a crop of `size` starts; negative where it is padded. The two roundings are torchvision's."""
+    return round((length - size) / 2) if length >= size else -((size - length) // 2)
+
+
+def _checked(image: Image.Image) -> Image.Image:
+    """The image in RGB."""
+    if not isinstance(image, Image.Image):
+        raise InputError(f"Expected a Pillow image, as from read_image; got {type(image).__name__}.")
+    return seen(image)
+
+
+def _unit(image: Image.Image) -> Tensor:
+    """Pixels from 0 to 1: (3, H, W) float32."""
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1).to(torch.float32).div_(255)
+
+
+def _normalise(pixels: Tensor, preprocess: Preprocess) -> Tensor:
+    """(..., 3, H, W) less its mean over its deviation, in place."""
+    mean, std = pixels.new_tensor(preprocess.mean), pixels.new_tensor(preprocess.std)
+    return pixels.sub_(mean[:, None, None]).div_(std[:, None, None])

@@ -1,0 +1,1 @@
+"""The machine: devices, threads, memory, interrupts, captured graphs."""

@@ -1,0 +1,1 @@
+"""The loop: a stream of images through one method, kept and gone on with."""

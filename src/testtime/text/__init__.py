@@ -1,0 +1,1 @@
+"""Text: from class names to prototypes, and prompts that can be tuned."""
