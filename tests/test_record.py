@@ -21,9 +21,11 @@ def recorded(method: str, images: int = 60, labelled: int = 60, views: int = 1, 
     session = tt.Session(task, method, views=views)
     for image in stream[:resumed]:
         session.step(image)
-    record = Record(session, images - resumed)
-    for number in range(resumed, images):
-        record.add(str(number), session.step(stream[number]), int(labels[number]) if number < labelled else None)
+    known = [label if number < labelled else None for number, label in enumerate(labels.tolist())]
+    record = Record(session, known[resumed:])
+    session.observers.append(record)
+    for views_of_one in stream[resumed:]:
+        session.step(views_of_one)
     return record
 
 
@@ -75,7 +77,7 @@ def test_images_of_several_views_are_traced_to_the_one_that_brought_them() -> No
 def test_a_run_without_images_has_nothing_to_report() -> None:
     task, _, _ = tt.toy(images=2)
     with pytest.raises(InputError, match="nothing to report"):
-        Record(tt.Session(task, "dpe"), 0).report("A stream")
+        Record(tt.Session(task, "dpe"), []).report("A stream")
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ page = html([report], conditions(task), "A made-up stream")
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -17,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from testtime import metrics, registry
+from testtime import registry
 from testtime.encoding.store import Features
+from testtime.metrics import Accuracy, Brier, accuracy
 from testtime.ops import unit_views
 from testtime.report import pictures, unlabelled
 from testtime.report.data import Answers, Curve, Grid, QueueMap, Series, StreamReport, UnlabelledReport
@@ -37,14 +37,15 @@ Image = str | StoredImage  # whatever `read_image` reads
 
 @dataclass
 class Runner:
-    """One method on its way through the stream."""
+    """One method on its way through the stream, its answers kept."""
 
     name: str
     session: Session
     predictions: list[int] = field(default_factory=list)
     confidences: list[float] = field(default_factory=list)
-    seconds: float = 0.0
-    brier: float = 0.0  # summed over images; NaN where only the answers' own probabilities are known
+    seconds: float = 0.0  # in the method
+    accuracy: Accuracy = field(default_factory=Accuracy)
+    brier: Brier | None = field(default_factory=Brier)  # None where it is not asked for, or cannot be known
     moments: list[Moment] = field(default_factory=list)
 
     def advance(self, chunk: Tensor, labels: Tensor | None) -> None:
@@ -59,9 +60,11 @@ class Runner:
         self.predictions += answers.tolist()
         self.confidences += probabilities.gather(1, answers[:, None])[:, 0].clamp(0, 1).tolist()
         if labels is not None:
-            self.brier += metrics.brier(probabilities, labels) * len(labels)
+            self.accuracy.update(answers, labels)
+        if labels is not None and self.brier is not None:
+            self.brier.update(probabilities, labels)
 
-    def answers(self, scored: bool) -> Answers:
+    def answers(self) -> Answers:
         """What it said of every image."""
         return Answers(
             self.name,
@@ -69,7 +72,7 @@ class Runner:
             self.confidences,
             self.seconds,
             registry.settings_of(self.session.method),
-            self.brier / len(self.predictions) if scored and not math.isnan(self.brier) else None,
+            self.brier.compute() if self.brier is not None and self.brier.images else None,
         )
 
 
@@ -129,7 +132,7 @@ def scored(
         task.classnames,
         labels,
         facts or {},
-        answers=[runner.answers(scored=True) for runner in runners],
+        answers=[runner.answers() for runner in runners],
         queues=queues,
         names=list(map(str, images)),
     )
@@ -169,7 +172,7 @@ def unscored(
     """The report of runs that are done over images without labels; otherwise as `scored`."""
     report = UnlabelledReport(
         *heading,
-        [runner.answers(scored=False) for runner in runners],
+        [runner.answers() for runner in runners],
         task.classnames,
         facts or {},
         queues=queues,
@@ -223,7 +226,7 @@ def sweep(
             if progress:
                 progress(start + len(chunk))
 
-    values = [metrics.accuracy(logits.argmax(1).cpu(), truth) for logits in sweeps.sweep(task, made, chunks())]
+    values = [accuracy(logits.argmax(1).cpu(), truth) for logits in sweeps.sweep(task, made, chunks())]
     (x, xs), *second = settings.items()
     if not second:
         return Series(f"{method} over {x}", x, list(xs), {method: values})
