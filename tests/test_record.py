@@ -9,7 +9,7 @@ from small_data import make_folders
 
 import testtime as tt
 from testtime.report import StreamReport, UnlabelledReport, html
-from testtime.report.gather import stream_report, unlabelled_report
+from testtime.report.gather import stream_report
 from testtime.report.record import Record
 from testtime.types import InputError
 
@@ -52,7 +52,7 @@ def test_the_report_is_that_of_a_second_pass(method) -> None:
 def test_without_a_label_for_every_image_it_shows_what_changed() -> None:
     task, stream, _ = tt.toy(images=60, views=1)
     ours = recorded("dpe", labelled=59).report("A stream", place=False)
-    theirs = unlabelled_report(task, stream, ["dpe"], place=False)
+    theirs = stream_report(task, stream, None, ["dpe"], place=False)
     assert isinstance(ours, UnlabelledReport)
     assert [each.predictions for each in ours.answers] == [each.predictions for each in theirs.answers]
 

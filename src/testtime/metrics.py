@@ -3,9 +3,9 @@
 N images, C classes. `predictions` and `labels` are class indices (N,); `probabilities` are rows that sum to
 one, (N, C). Everything is counted in float64, so a result does not depend on the precision of the stream.
 
-Each score is a class with `update`, which takes a chunk and returns the score itself, and `compute`; and a function of
-the same name that takes the whole stream at once. Both give the same number to the last bit, wherever the stream is
-cut. What a score keeps does not grow with the stream, but for the curve of `RunningAccuracy`, which does by nature.
+Each score is a function of the whole stream, and a class of the same name: its `update` takes the same of a chunk and
+returns the score itself, its `compute` gives the number so far. Both give the same number to the last bit, wherever the
+stream is cut. What a score keeps does not grow with the stream, but for the curve of `RunningAccuracy`, by nature.
 
 >>> scores = Scores(classes=2)
 >>> for chunk, labels in (([[0.75, 0.25]], [0]), ([[0.5, 0.5], [0.25, 0.75]], [1, 1])):
@@ -31,14 +31,12 @@ class Accuracy:
         self.right = self.images = 0
 
     def update(self, predictions: Tensor, labels: Tensor) -> Self:
-        """Count the answers (N,) to a chunk of images."""
         _same_length(predictions, labels)
         self.right += int((predictions == labels).sum())
         self.images += len(labels)
         return self
 
     def compute(self) -> float:
-        """The share so far."""
         return self.right / _some(self.images)
 
 
@@ -61,13 +59,11 @@ class RunningAccuracy:
         self._right: list[Tensor] = []
 
     def update(self, predictions: Tensor, labels: Tensor) -> Self:
-        """Note the answers (N,) to a chunk of images."""
         _same_length(predictions, labels)
         self._right.append(predictions == labels)
         return self
 
     def compute(self) -> Tensor:
-        """The share up to and including each image, or of the last `window`: (N,) float64."""
         _some(sum(map(len, self._right)))
         right = torch.cat(self._right).long().cumsum(0)  # whole numbers: no error builds up along a long stream
         seen = torch.arange(1, len(right) + 1, device=right.device)
@@ -96,7 +92,6 @@ class PerClassAccuracy:
         self.images = self.right = torch.zeros(classes, dtype=torch.int64)
 
     def update(self, predictions: Tensor, labels: Tensor) -> Self:
-        """Count the answers (N,) to a chunk of images."""
         _same_length(predictions, labels)
         _in_range(labels, len(self.images))
         self.images = self.images + _by_class(labels, len(self.images))
@@ -104,7 +99,6 @@ class PerClassAccuracy:
         return self
 
     def compute(self) -> Tensor:
-        """The shares so far, 0 to 1, NaN for a class of which no image was seen: (C,) float64."""
         _some(int(self.images.sum()))
         return self.right.double() / self.images  # 0 / 0 is the NaN promised
 
@@ -127,7 +121,6 @@ class MacroF1:
         self._counts = torch.zeros(2, 0, dtype=torch.int64)  # of each class that has come up: right; seen or answered
 
     def update(self, predictions: Tensor, labels: Tensor) -> Self:
-        """Count the answers (N,) to a chunk of images."""
         _same_length(predictions, labels)
         either = _by_class(torch.cat([labels, predictions]), self._counts.shape[1])
         right = _by_class(labels[predictions == labels], len(either))
@@ -136,7 +129,6 @@ class MacroF1:
         return self
 
     def compute(self) -> float:
-        """The mean so far, 0 to 1."""
         right, either = self._counts[:, self._counts[1] > 0]
         _some(len(either))
         return float((2 * right.double() / either).mean())
@@ -164,7 +156,6 @@ class ExpectedCalibrationError:
         self._edges = torch.linspace(0, 1, bins + 1, dtype=torch.float64)[1:-1]
 
     def update(self, probabilities: Tensor, labels: Tensor) -> Self:
-        """Count the answers to a chunk of images by their probabilities (N, C)."""
         _distribution(probabilities, labels)
         confidences, predictions = probabilities.double().max(-1)
         return self.update_answers(confidences, predictions == labels)
@@ -179,7 +170,6 @@ class ExpectedCalibrationError:
         return self
 
     def compute(self) -> float:
-        """The mean gap so far, weighted by images, 0 to 1."""
         return float(self.gaps.abs().sum() / _some(int(self.images.sum())))
 
 
@@ -202,7 +192,6 @@ class Brier:
         self.images, self._sum = 0, torch.zeros(1, dtype=torch.float64)
 
     def update(self, probabilities: Tensor, labels: Tensor) -> Self:
-        """Add a chunk of images by their probabilities (N, C)."""
         _distribution(probabilities, labels)
         truth = torch.nn.functional.one_hot(labels, probabilities.shape[1])
         distances = (probabilities.double() - truth).square().sum(-1).cpu()
@@ -212,7 +201,6 @@ class Brier:
         return self
 
     def compute(self) -> float:
-        """The mean so far, 0 to 2."""
         return float(self._sum) / _some(self.images)
 
 

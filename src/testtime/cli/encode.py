@@ -8,28 +8,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from testtime.cli.options import (
-    AugMix,
-    Classes,
-    ClassesFile,
-    Descriptions,
-    Device,
-    EncoderName,
-    Images,
-    Limit,
-    Prompts,
-    Root,
-    Seed,
-    Strict,
-    Templates,
-    Variations,
-    ViewsOrPaper,
-    encoder_of,
-    ordered,
-    source_of,
-    task_of,
-    variations_of,
-)
+from testtime.cli import options
 from testtime.cli.terminal import counted, err, note, progress
 from testtime.errors import InputError
 from testtime.machine.interrupts import told
@@ -41,24 +20,24 @@ SHARD = 1000  # images, as a hint
 @app.command(epilog="Example:  testtime encode photos/ --classes cat,dog,fox --views 64 --out photos.safetensors")
 def encode(
     context: typer.Context,
-    images: Images,
+    images: options.Images,
     output: Annotated[Path, typer.Option("--out", "-o", help="Feature file, or with --shard a folder.")],
-    root: Root = None,
-    classes: Classes = None,
-    classes_file: ClassesFile = None,
-    encoder: EncoderName = "offline",
-    template: Templates = None,
-    descriptions: Descriptions = None,
-    prompts: Prompts = None,
-    views: ViewsOrPaper = None,
-    augmix: AugMix = False,
-    variations: Variations = None,
-    seed: Seed = 0,
-    limit: Limit = None,
-    device: Device = "auto",
+    root: options.Root = None,
+    classes: options.Classes = None,
+    classes_file: options.ClassesFile = None,
+    encoder: options.EncoderName = "offline",
+    template: options.Templates = None,
+    descriptions: options.Descriptions = None,
+    prompts: options.Prompts = None,
+    views: options.ViewsOrPaper = None,
+    augmix: options.AugMix = False,
+    variations: options.Variations = None,
+    seed: options.Seed = 0,
+    limit: options.Limit = None,
+    device: options.Device = "auto",
     dtype: Annotated[str, typer.Option("--dtype", help="float16 or float32, as stored.")] = "float16",
     shard: Annotated[int | None, typer.Option("--shard", help="Images to a shard; --out is then a folder.")] = None,
-    strict: Strict = False,
+    strict: options.Strict = False,
 ) -> None:
     """Encode images once into a feature file that 'testtime replay' runs any method over.
 
@@ -71,20 +50,20 @@ def encode(
     from testtime.machine.devices import find_device
     from testtime.types import ViewPlan
 
-    data, names, labels = source_of(images, root, classes, classes_file)
-    order = ordered(len(data), False, seed, limit)
+    data, names, labels = options.source_of(images, root, classes, classes_file)
+    order = options.ordered(len(data), False, seed, limit)
     paths = [data.paths[i] for i in order]
     distinct({"--out": output}, read_files(images, data.paths, encoder, classes_file, descriptions, prompts))
     if dtype not in encoding.DTYPES:
         raise registry.unknown("dtype", dtype, encoding.DTYPES)
     if shard is not None and shard < 1:
         raise InputError(f"--shard {shard}: at least one image to a shard.")
-    source, count = variations_of(variations, views, paths, find_device(device))
+    source, count = options.variations_of(variations, views, paths, find_device(device))
     plan = ViewPlan(count, augmix, seed, source)
     check_place(output) if shard is None else check_folder(output)
     context.with_resource(locked(output))
-    loaded = encoder_of(encoder, device)
-    task = task_of(loaded, names, template, descriptions, prompts)
+    loaded = options.encoder_of(encoder, device)
+    task = options.task_of(loaded, names, template, descriptions, prompts)
     skipped: list[str] = []
 
     def skip(line: str) -> None:

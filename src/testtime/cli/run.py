@@ -12,36 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from testtime.cli.options import (
-    AugMix,
-    Classes,
-    ClassesFile,
-    Descriptions,
-    Device,
-    EncoderName,
-    Images,
-    Limit,
-    MethodName,
-    Preset,
-    Prompts,
-    Reference,
-    Report,
-    Root,
-    Seed,
-    Settings,
-    Shuffle,
-    Strict,
-    Templates,
-    Variations,
-    ViewsOrPaper,
-    encoder_of,
-    flag,
-    method_of,
-    ordered,
-    source_of,
-    task_of,
-    variations_of,
-)
+from testtime.cli import options
 from testtime.cli.terminal import Watch, counted, err, note, opened, percent, progress
 from testtime.errors import InputError, Interrupted
 
@@ -57,34 +28,34 @@ app = typer.Typer()
 @app.command(epilog="Example:  testtime run photos/ --classes cat,dog,fox --out answers.csv --save pets.safetensors")
 def run(
     context: typer.Context,
-    images: Images,
-    root: Root = None,
-    classes: Classes = None,
-    classes_file: ClassesFile = None,
-    encoder: EncoderName = "offline",
-    method: MethodName = "dpe",
-    settings: Settings = None,
-    preset: Preset = None,
-    template: Templates = None,
-    descriptions: Descriptions = None,
-    prompts: Prompts = None,
-    views: ViewsOrPaper = None,
-    augmix: AugMix = False,
-    variations: Variations = None,
-    seed: Seed = 0,
-    shuffle: Shuffle = False,
-    limit: Limit = None,
-    device: Device = "auto",
+    images: options.Images,
+    root: options.Root = None,
+    classes: options.Classes = None,
+    classes_file: options.ClassesFile = None,
+    encoder: options.EncoderName = "offline",
+    method: options.MethodName = "dpe",
+    settings: options.Settings = None,
+    preset: options.Preset = None,
+    template: options.Templates = None,
+    descriptions: options.Descriptions = None,
+    prompts: options.Prompts = None,
+    views: options.ViewsOrPaper = None,
+    augmix: options.AugMix = False,
+    variations: options.Variations = None,
+    seed: options.Seed = 0,
+    shuffle: options.Shuffle = False,
+    limit: options.Limit = None,
+    device: options.Device = "auto",
     output: Annotated[Path | None, typer.Option("--out", "-o", help="CSV or .jsonl; else standard output.")] = None,
     style: Annotated[str | None, typer.Option("--format", help="csv or jsonl; else by the name of --out.")] = None,
     save: Annotated[Path | None, typer.Option("--save", help="Where to keep what was learned (.safetensors).")] = None,
     resume: Annotated[
         Path | None, typer.Option("--resume", help="Go on from a saved state; images already in --out are left out.")
     ] = None,
-    report: Report = None,
-    strict: Strict = False,
-    reference: Reference = False,
-    json_summary: Annotated[bool, flag("--json", help="Summary as a JSON object on standard error.")] = False,
+    report: options.Report = None,
+    strict: options.Strict = False,
+    reference: options.Reference = False,
+    json_summary: Annotated[bool, options.flag("--json", help="Summary as a JSON object on standard error.")] = False,
 ) -> None:
     """Classify images and learn from each one as it passes.
 
@@ -99,12 +70,12 @@ def run(
     from testtime.session.session import Session
 
     style = _style(style, output)
-    data, names, labels = source_of(images, root, classes, classes_file)
+    data, names, labels = options.source_of(images, root, classes, classes_file)
     # mistakes in names and settings show before the encoder is loaded
-    chosen = method_of(method, preset, settings)
-    order = ordered(len(data), shuffle, seed, limit)
+    chosen = options.method_of(method, preset, settings)
+    order = options.ordered(len(data), shuffle, seed, limit)
     paths, labels = [data.paths[i] for i in order], [labels[i] for i in order]
-    source, count = variations_of(variations, views, paths, find_device(device))
+    source, count = options.variations_of(variations, views, paths, find_device(device))
     for place in (save, report):
         check_place(place)
     distinct(
@@ -115,8 +86,8 @@ def run(
     for place in (output, save):
         if place is not None and (place.is_file() or not place.exists()):  # not a pipe or a device
             context.with_resource(locked(place))
-    loaded = encoder_of(encoder, device)
-    task = task_of(loaded, names, template, descriptions, prompts, getattr(chosen, "needs_tower", False))
+    loaded = options.encoder_of(encoder, device)
+    task = options.task_of(loaded, names, template, descriptions, prompts, getattr(chosen, "needs_tower", False))
     if resume is None:
         session = Session(
             task, chosen, encoder=loaded, views=count, augmix=augmix, seed=seed, variations=source, reference=reference
@@ -153,7 +124,7 @@ def run(
     with opened(output, append=bool(before.rows)) as file:
         rows = Watch(task.classnames) if watching else Rows(file, style, before.rows)
         kept = rows if isinstance(rows, Rows) and output is not None and output.is_file() else None
-        journal = Journal(session, rows, before, save, kept)
+        journal = Journal(session, rows.write, before, save, kept)
         session.observers.append(journal)
         with journal.kept(), progress("images", len(paths), quiet=output is None) as advance:
             try:
@@ -183,9 +154,9 @@ def _unheard(context: typer.Context, session: Session, method: Method, views: in
         "augmix": not session.plan.augmix,
         "seed": context.params["seed"] != session.plan.seed and not shuffle,  # which it is for too
     }
-    options = {param.name: param.opts[0] for param in context.command.params}
+    words = {param.name: param.opts[0] for param in context.command.params}
     given = [name for name in other if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]
-    return [options[name] for name in given if other[name]]
+    return [words[name] for name in given if other[name]]
 
 
 def _how_to_go_on(save: Path | None, output: Path | None) -> str:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import product
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,22 +78,21 @@ class Runner:
 def stream_report(
     task: Task,
     stream: Stream,
-    labels: Tensor,
+    labels: Tensor | None,
     methods: Sequence[str | Method],
     *,
-    title: str = "",
     order: Sequence[int] | None = None,
     images: Sequence[Image] | None = None,
     snapshots: Sequence[int] | None = None,
     place: bool = True,
-    facts: Mapping[str, str] | None = None,
     progress: Callable[[int], None] | None = None,
-) -> StreamReport:
-    """The report of a stream with labels, which only score: `labels` (N,), and `images` where thumbnails are wanted.
+) -> StreamReport | UnlabelledReport:
+    """The report of a stream, with accuracies where there are `labels` (N,), which only score, else of what changed.
 
-    Labels and images stand as the stream does; `order` is the order in which its rows are met, all or some of them.
-    Zero-shot comes first, whether it is named or not. `snapshots` are the numbers of images after which the queues
-    are looked at: by default a fifth of the stream and all of it. `place` makes the map (scikit-learn).
+    Labels, and `images` where thumbnails are wanted, stand as the stream does; `order` is the order in which its rows
+    are met, all or some of them. Zero-shot comes first, whether it is named or not. `snapshots` are the numbers of
+    images after which the queues are looked at: by default a fifth of the stream and all of it. `place` makes the map
+    (scikit-learn).
 
     >>> import testtime as tt
     >>> task, stream, labels = tt.toy()
@@ -103,12 +101,14 @@ def stream_report(
     ['zeroshot 0.72', 'dpe 0.78']
     """
     rows = _rows(stream, order)
-    if len(labels) != len(stream):
+    if labels is not None and len(labels) != len(stream):
         raise InputError(f"{len(labels)} labels for a stream of {len(stream)} images.")
-    truth, met = labels.cpu()[rows], _met(images, stream, rows)
+    truth, met = None if labels is None else labels.cpu()[rows], _met(images, stream, rows)
     runners, queues = _run(task, stream, rows, truth, methods, snapshots, place, progress)
-    heading = title or _title(stream), subtitle(len(rows), task, _views(stream))
-    return scored(task, heading, runners, truth.tolist(), met, queues, facts)
+    heading = _title(stream), subtitle(len(rows), task, _views(stream))
+    if truth is None:
+        return unscored(task, heading, runners, met, queues)
+    return scored(task, heading, runners, truth.tolist(), met, queues)
 
 
 def scored(
@@ -118,7 +118,6 @@ def scored(
     labels: Sequence[int],
     images: Sequence[Image],
     queues: QueueMap | None,
-    facts: Mapping[str, str] | None = None,
 ) -> StreamReport:
     """The report of runs that are done, labels and images standing as they were met; `heading` and its subtitle."""
     truth = torch.tensor(labels)
@@ -131,7 +130,7 @@ def scored(
         curves,
         task.classnames,
         labels,
-        facts or {},
+        {},
         answers=[runner.answers() for runner in runners],
         queues=queues,
         names=list(map(str, images)),
@@ -140,41 +139,19 @@ def scored(
     return replace(report, thumbnails=_thumbnails(images, [*righted, *spoilt], queues))
 
 
-def unlabelled_report(
-    task: Task,
-    stream: Stream,
-    methods: Sequence[str | Method],
-    *,
-    title: str = "",
-    order: Sequence[int] | None = None,
-    images: Sequence[Image] | None = None,
-    snapshots: Sequence[int] | None = None,
-    place: bool = True,
-    facts: Mapping[str, str] | None = None,
-    progress: Callable[[int], None] | None = None,
-) -> UnlabelledReport:
-    """The report of a stream without labels; the rest as in `stream_report`."""
-    rows = _rows(stream, order)
-    met = _met(images, stream, rows)
-    runners, queues = _run(task, stream, rows, None, methods, snapshots, place, progress)
-    heading = title or _title(stream), subtitle(len(rows), task, _views(stream))
-    return unscored(task, heading, runners, met, queues, facts)
-
-
 def unscored(
     task: Task,
     heading: tuple[str, str],
     runners: Sequence[Runner],
     images: Sequence[Image],
     queues: QueueMap | None,
-    facts: Mapping[str, str] | None = None,
 ) -> UnlabelledReport:
     """The report of runs that are done over images without labels; otherwise as `scored`."""
     report = UnlabelledReport(
         *heading,
         [runner.answers() for runner in runners],
         task.classnames,
-        facts or {},
+        {},
         queues=queues,
         names=list(map(str, images)),
     )
@@ -182,15 +159,6 @@ def unscored(
     moves = unlabelled.moves(report)[: unlabelled.MOVES]
     moved = [image for move in moves for image in move.images[: unlabelled.EXAMPLES]]
     return replace(report, thumbnails=_thumbnails(images, [*most, *least, *moved], queues))
-
-
-def features_report(
-    task: Task, store: Features, methods: Sequence[str | Method], **options: Any
-) -> StreamReport | UnlabelledReport:
-    """`stream_report` where the store has labels, `unlabelled_report` where it has none."""
-    if store.labels is None:
-        return unlabelled_report(task, store, methods, **options)
-    return stream_report(task, store, store.labels, methods, **options)
 
 
 def sweep(

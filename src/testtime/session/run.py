@@ -8,10 +8,10 @@ import io
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TextIO, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TextIO, TypeAlias
 
 import torch
 
@@ -25,16 +25,7 @@ from testtime.types import InputError, Prediction, StateError, StoredImage
 if TYPE_CHECKING:
     from hashlib import _Hash
 
-COLUMNS = (
-    "index",
-    "image",
-    "label",
-    "confidence",
-    "entropy",
-    "zero_shot",
-    "zero_shot_confidence",
-    "learned",
-)
+COLUMNS = ("index", "image", "label", "confidence", "entropy", "zero_shot", "zero_shot_confidence", "learned")
 JOURNAL = "run"  # of a saved state's metadata: what it has met, and which rows are its own
 AUTOSAVE = 200  # images between two saves of the state, so that a crash costs at most these
 FORMULAS = ("=", "+", "-", "@", "\t", "\r")  # a cell that begins so is one to a spreadsheet, which computes it
@@ -92,13 +83,6 @@ class Tally:
             "accuracy": self.accuracy.compute() if labelled else None,
             "zero_shot_accuracy": self.zero_shot_accuracy.compute() if labelled else None,
         }
-
-
-class Writer(Protocol):
-    """Where rows go."""
-
-    def write(self, values: Row) -> None:
-        """Write one row."""
 
 
 class Rows:
@@ -165,31 +149,33 @@ class Journal:
     run that is killed reach at least as far as its state: those beyond are cut off, and their images come again.
     """
 
-    def __init__(self, session: Session, writer: Writer, before: Before, save: Path | None, rows: Rows | None) -> None:
-        """`rows` are what `writer` writes to a file; None where they go to a terminal or a pipe."""
-        self.session, self.writer, self.save, self.rows = session, writer, save, rows
+    def __init__(
+        self, session: Session, write: Callable[[Row], None], before: Before, save: Path | None, rows: Rows | None
+    ) -> None:
+        """`rows` are what `write` writes to a file; None where they go to a terminal or a pipe."""
+        self.session, self.write, self.save, self.rows = session, write, save, rows
         self._begun, self._met = before.begun, before.met
         self._position = session.position  # of the next image
 
     def __call__(self, seen: Seen) -> None:
         """Write what became of an image."""
         if seen.prediction is not None:
-            self.writer.write(row(seen.index, seen.source, seen.prediction))
+            self.write(row(seen.index, seen.source, seen.prediction))
         self._position += 1
         self._met.update(_known(seen.source))
         if seen.prediction is not None and self.session.count % AUTOSAVE == 0:
-            self._write()
+            self._save()
 
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Save the state at the start of the block and at its end, however it ends; every `AUTOSAVE` images besides."""
-        self._write()
+        self._save()
         try:
             yield
         finally:
-            self._write()
+            self._save()
 
-    def _write(self) -> None:
+    def _save(self) -> None:
         """Save the state, unless it is ahead of the rows: then the one before, with fewer rows, is right."""
         if self.save and (self.rows is None or self.session.position == self._position):
             place = self.rows.synced() if self.rows else None
