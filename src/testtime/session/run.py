@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TextIO, TypeAlias
+from typing import NamedTuple, TextIO, TypeAlias
 
 import torch
 
@@ -21,9 +21,6 @@ from testtime.machine.interrupts import held_back
 from testtime.metrics import Accuracy
 from testtime.session.session import Seen, Session
 from testtime.types import InputError, Prediction, StateError, StoredImage
-
-if TYPE_CHECKING:
-    from hashlib import _Hash
 
 COLUMNS = ("index", "image", "label", "confidence", "entropy", "zero_shot", "zero_shot_confidence", "learned")
 JOURNAL = "run"  # of a saved state's metadata: what it has met, and which rows are its own
@@ -139,7 +136,7 @@ class Before(NamedTuple):
     rows: bytes  # its own
     left: list[int]  # which of the images are still to come
     begun: int  # the index of the input's first image
-    met: _Hash  # the digest of the names so far
+    met: hashlib._Hash  # the digest of the names so far
 
 
 class Journal:
