@@ -250,6 +250,15 @@ def test_a_disk_that_is_full_at_a_row_leaves_a_state_that_goes_on(
     assert full.bytes() == whole.bytes()
 
 
+def test_a_strict_run_goes_on_at_the_image_that_stopped_it(run: Callable[..., Run], photos: Path) -> None:
+    stopped, whole = run("stopped"), run("whole")
+    assert "2.png" in stopped(photos, "--strict", code=2).err
+    picture(photos / "2.png", 2)
+    stopped(photos, "--strict", resume=True)
+    whole(photos)
+    assert stopped.bytes() == whole.bytes()
+
+
 def test_rows_that_are_not_the_state_s_are_refused_and_kept(run: Callable[..., Run], photos: Path) -> None:
     one = run("one")
     one(photos, "--limit", 2)

@@ -80,14 +80,23 @@ def test_images_that_are_passed_over_are_told_with_their_error_and_their_place(p
     assert isinstance(seen[1].error, ImageError) and seen[1].prediction is None and seen[1].views is None
 
 
-def test_an_image_that_raises_takes_no_place_and_is_not_told(photos: list[Path]) -> None:
+def test_an_image_that_raises_is_told_and_takes_no_place(photos: list[Path]) -> None:
     seen: list[Seen] = []
     session = tiny(observers=[seen.append])
-    with pytest.raises(ImageError):
+    with pytest.raises(ImageError) as raised:
         session.step(photos[1])
+    assert seen[0].error is raised.value and seen[0].index == session.position == 0
     with pytest.raises(ImageError):
         list(session.run(photos))
-    assert [each.source for each in seen] == photos[:1] and session.position == 1
+    assert [each.source for each in seen[1:]] == photos[:2] and session.position == session.count == 1
+
+
+def test_an_observer_that_raises_over_a_bad_image_leaves_the_session_whole(photos: list[Path]) -> None:
+    session = tiny(observers=[lambda seen: 1 / (seen.prediction is not None)])
+    with pytest.raises(ZeroDivisionError):
+        list(session.run(photos, on_error=lambda *_: None))
+    assert (session.count, session.position) == (1, 2)
+    assert len(list(session.run(photos[2:]))) == 4
 
 
 def test_predicting_scanning_and_warming_up_are_not_told() -> None:

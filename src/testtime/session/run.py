@@ -156,6 +156,8 @@ class Journal:
 
     def __call__(self, seen: Seen) -> None:
         """Write what became of an image."""
+        if seen.index >= self.session.position:
+            return  # it ends the run, and comes again in the next
         if seen.prediction is not None:
             self.write(row(seen.index, seen.source, seen.prediction))
         self._position += 1

@@ -73,11 +73,12 @@ class Session:
     InputError, and is not counted; where the image was learned from, the session then does and saves nothing more,
     until it is reset.
 
-    Each of `observers` is called with what was `Seen` of every image that takes a place in the input of `step` or
-    `run`: right after it is answered, or passed over since it could not be used. They are called in the image's turn,
-    with interrupts held back, so they meet the state whole, and should be quick. What one raises comes out once all
-    have been called, and leaves the session as it is after that image. `predict` and `scan` tell nobody: the one takes
-    no place, the other has no answer for each image. Observers are not saved, and stay behind when a session is copied.
+    Each of `observers` is called with what was `Seen` of every image of `step` and `run`: after it is answered, or when
+    it cannot be used. That moves `position` where `run` passes the image over, and not where the error is raised.
+    Observers are called in the image's turn with interrupts held back, so they meet the state whole, and should be
+    quick. What one raises comes out once all have been called, and leaves the session as it is after that image.
+    `predict` and `scan` tell nobody: the one leaves no trace, the other has no answer for each image. Observers are not
+    saved, and stay behind when a session is copied.
 
     >>> import testtime as tt
     >>> task, stream, labels = tt.toy()
@@ -199,10 +200,13 @@ class Session:
         in the caller's turn is the caller's.
         """
         for entry in self._encoded(images):
-            if entry.error is not None and on_error is not None:
+            if entry.error is not None:
                 with self._turn, held_back():
-                    self.position = entry.index + 1
+                    if on_error is not None:
+                        self.position = entry.index + 1
                     self._tell(entry, None)
+                if on_error is None:
+                    raise entry.error
                 on_error(entry.source, entry.error)
                 continue
             views, prediction, late = entry.usable(), None, None
