@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 
 from testtime import files
 from testtime.encoding.encoders.tiny import tiny
+from testtime.session import Session
 from testtime.session import run as runs
 
 ENCODERS: dict[str, Any] = {}
@@ -253,6 +254,7 @@ def test_a_disk_that_is_full_at_a_row_leaves_a_state_that_goes_on(
 def test_a_strict_run_goes_on_at_the_image_that_stopped_it(run: Callable[..., Run], photos: Path) -> None:
     stopped, whole = run("stopped"), run("whole")
     assert "2.png" in stopped(photos, "--strict", code=2).err
+    assert Session.load(stopped.state).position == 2
     picture(photos / "2.png", 2)
     stopped(photos, "--strict", resume=True)
     whole(photos)
