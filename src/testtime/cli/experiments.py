@@ -173,6 +173,7 @@ def bench(
     from testtime.files import check_folder
 
     experiment = find_experiment(name)
+    experiment = experiment._replace(rows=tuple(kept(experiment, rows)))  # mistakes show before the encoder is loaded
 
     def plans() -> Plans:
         given = [encoder] if encoder is not None else experiment.encoders
@@ -192,7 +193,6 @@ def bench(
             raise InputError(f"None of the {len(columns)} datasets of '{name}' is here. {next(iter(columns.values()))}")
         _tell_notes(column for column in columns.values() if not isinstance(column, str))
         moments = None if after is None else _numbers(after, "--after")
-        kept(experiment, rows)  # mistakes show before the encoder is loaded
         check_folder(output)
         result = run_experiment(name, plans(), columns, rows, moments)
         write_experiment(output, result, columns, "testtime " + shlex.join(sys.argv[1:]))
