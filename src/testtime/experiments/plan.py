@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from testtime import registry
 from testtime.datasets import Dataset, open_dataset, templates
 from testtime.datasets.benchmarks import folded
 from testtime.experiments import recipes
-from testtime.experiments.catalogue import Row
+from testtime.experiments.catalogue import Experiment, Row
 from testtime.experiments.lab import SHARD, Cell, Lab, Record, Text
 from testtime.experiments.oracle import oracle_of
 from testtime.experiments.recipes import Recipe
@@ -54,6 +54,10 @@ class Plan:
     def facts(self) -> Record:
         """What results say of the plan."""
         return {"track": self.track, "protocol": self.protocol, "seeds": list(self.seeds), "limit": self.limit}
+
+    def of(self, experiment: Experiment) -> Plan:
+        """The plan with the views that an experiment asks for, unless others were given."""
+        return replace(self, views=self.views or (ViewPlan(experiment.views) if experiment.views else None))
 
     def cells(self, row: Row, dataset: Dataset, found: Recipe | None) -> list[Cell] | str:
         """The cells of an experiment's row on a dataset, one for each seed, or why there are none."""

@@ -93,6 +93,7 @@ def run_experiment(
     look at the stream at some moments.
     """
     experiment = find_experiment(name)
+    plans = {encoder: plan if isinstance(plan, str) else plan.of(experiment) for encoder, plan in plans.items()}
     return measure_of(experiment).run(name, experiment, plans, columns, kept(experiment, keep), moments)
 
 
