@@ -74,7 +74,7 @@ class Broken(Base):
     ],
 )
 def test_a_broken_promise_is_named(fault: str, promise: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(registry.METHODS, "broken", f"{__name__}:Broken")
+    monkeypatch.setitem(registry.METHODS.ours, "broken", registry.Entry(Broken))
     task, stream, _ = tt.toy(images=12, views=4)
     named = {
         "finite": checks.finite_logits,
@@ -89,7 +89,7 @@ def test_a_broken_promise_is_named(fault: str, promise: str, monkeypatch: pytest
 
 
 def test_a_sound_method_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(registry.METHODS, "broken", f"{__name__}:Broken")
+    monkeypatch.setitem(registry.METHODS.ours, "broken", registry.Entry(Broken))
     checks.check_method(Broken())
 
 
@@ -106,5 +106,5 @@ def test_the_method_in_contributing_keeps_every_promise(monkeypatch: pytest.Monk
     module = types.ModuleType("nearest")
     monkeypatch.setitem(sys.modules, "nearest", module)
     exec(compile(textwrap.dedent(code[1]), "CONTRIBUTING.md", "exec"), module.__dict__)
-    monkeypatch.setitem(registry.METHODS, "nearest", "nearest:Nearest")
+    monkeypatch.setitem(registry.METHODS.ours, "nearest", registry.Entry("nearest:Nearest"))
     checks.check_method(tt.make_method("nearest"))

@@ -415,10 +415,10 @@ def test_encode_refuses_a_folder_of_nothing_but_bad_images(cli, tmp_path) -> Non
 # the rest
 
 
-@pytest.mark.parametrize("what", ["methods", "encoders", "datasets"])
+@pytest.mark.parametrize("what", ["methods", "encoders", "datasets", "prompts"])
 def test_lists_name_what_there_is(cli, what) -> None:
     outcome = cli("list", what)
-    expected = {"methods": "dpe", "encoders": "open_clip", "datasets": "FOLDER"}[what]
+    expected = {"methods": "dpe", "encoders": "open_clip", "datasets": "FOLDER", "prompts": "imagenet80"}[what]
     assert outcome.code == 0 and expected in outcome.out
 
 

@@ -21,7 +21,7 @@ from torch.nn.functional import normalize
 
 from testtime import InputError, MissingPart, SettingError, UnknownName, load_encoder
 from testtime.encoding import encoders as family
-from testtime.encoding.encoders import ENCODERS, Deferred, clip, describe, needed
+from testtime.encoding.encoders import ENCODERS, Deferred, clip, needed
 from testtime.encoding.encoders.tiny import tiny
 from testtime.types import Encoder
 
@@ -461,8 +461,9 @@ def test_deferred_encoder_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPa
 
 
 def test_every_encoder_has_a_line_on_what_it_is() -> None:
-    assert [usage.partition(":")[0] for usage, _ in describe()] == sorted(ENCODERS)
-    assert all("\n" not in line and line for _, line in describe())
+    rows = ENCODERS.listing(pytest.fail)
+    assert [usage.partition(":")[0] for usage, _ in rows] == sorted(ENCODERS.ours)
+    assert all("\n" not in line and line for _, line in rows)
 
 
 def test_listing_encoders_imports_none_of_them() -> None:

@@ -336,6 +336,7 @@ def _plan(
 ) -> Any:
     from testtime.experiments import recipes
     from testtime.experiments.evaluate import Plan
+    from testtime.text.prompts import find_templates
     from testtime.types import ViewPlan
 
     _check_counts(limit, views)
@@ -344,7 +345,6 @@ def _plan(
     if augmix and views is None:
         raise InputError("--augmix goes with --views N; without it, the recipe decides on both.")
     chosen = _numbers(seeds, "--seeds") if seeds else recipes.seeds_of(protocol)
-    one = template[0] if template and len(template) == 1 else template  # one may be the name of a set
     loaded = encoder_of(encoder, device)
     return Plan(
         output,
@@ -353,7 +353,7 @@ def _plan(
         track,
         protocol,
         None if views is None else ViewPlan(views, augmix),
-        recipes.template_set(one) if one else None,
+        find_templates(template) if template else None,
         descriptions,
         learned,
         limit,

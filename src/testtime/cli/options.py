@@ -57,7 +57,9 @@ Preset = Annotated[str | None, typer.Option("--preset", help="A named set of set
 Templates = Annotated[
     list[str] | None,
     typer.Option(
-        "--template", metavar="TEXT", help="A prompt with {} for the class, or a named set; may be given again."
+        "--template",
+        metavar="TEXT",
+        help="A prompt with {} for the class, or a named set (see 'list prompts'); may be given again.",
     ),
 ]
 Descriptions = Annotated[
@@ -169,11 +171,10 @@ def task_of(
 ) -> Any:
     from testtime.text.prompts import build_task
 
-    one = templates[0] if templates and len(templates) == 1 else templates  # one may be the name of a set
     # names given twice have been refused; a benchmark may have two classes of one name
     with waiting("encoding the class names"):
         return build_task(
-            encoder, names, templates=one, descriptions=descriptions, prompts=prompts, context=context,
+            encoder, names, templates=templates, descriptions=descriptions, prompts=prompts, context=context,
             allow_duplicates=True,
         )  # fmt: skip
 

@@ -13,6 +13,7 @@ from testtime.experiments.catalogue import EXPERIMENTS, Experiment, Row
 from testtime.experiments.cells import Cell, Lab, Text, run_cells, timing
 from testtime.experiments.evaluate import SINGLE, Plan, find_dataset, recipe_of, summary
 from testtime.experiments.recipes import Recipe
+from testtime.text.prompts import find_templates
 from testtime.types import InputError
 
 DEFAULT = "imagenet"  # the dataset of the paper's ablations
@@ -126,8 +127,8 @@ def _text(kind: str, plan: Plan, dataset: Dataset, entry: Recipe | None) -> Text
         return f"needs descriptions of the classes of {dataset.name}: give --descriptions FILE, JSON in the CuPL format"
     return {
         "single": Text((SINGLE,)),
-        "ensemble": Text(recipes.template_set("imagenet7")),
-        "ensemble80": Text(recipes.template_set("imagenet80")),
+        "ensemble": Text(find_templates("imagenet7")),
+        "ensemble80": Text(find_templates("imagenet80")),
         "templates": Text(plan.templates_of(entry)),
         "descriptions": Text((), descriptions),
         "both": Text(plan.templates_of(entry), descriptions),
