@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from testtime.datasets.dataset import Dataset, number_labels
+from testtime.datasets.dataset import Dataset, content, number_labels
 from testtime.datasets.own import LABEL_COLUMNS, part_names
 from testtime.files import parse_json
 from testtime.files.regular import read_bytes
@@ -129,10 +129,7 @@ def _columns(file: Path) -> Columns:
 
 
 def _json(file: Path) -> dict[str, Any]:
-    try:
-        return parse_json(read_bytes(file), file, kind=dict)
-    except OSError as problem:
-        raise InputError(f"Cannot read {file}: {problem.strerror or problem}.") from None
+    return parse_json(content(file), file, kind=dict)
 
 
 def _object(within: Mapping[str, Any], name: str, what: object) -> Mapping[str, Any]:
