@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from testtime import InputError, MissingPart, SettingError, UnknownName, load_encoder
+from testtime.checks import check_encoder
 from testtime.encoding import encoders as family
 from testtime.encoding.encoders import ENCODERS, Deferred, clip, needed
 from testtime.encoding.encoders.tiny import tiny
@@ -135,6 +136,13 @@ def add_model(monkeypatch: pytest.MonkeyPatch, name: str, **config: Any) -> str:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> str:
     return add_model(monkeypatch, "small")
+
+
+@pytest.mark.parametrize("kind", ["transformer", "resnet"])
+def test_a_model_from_a_file_keeps_every_promise(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = add_model(monkeypatch, kind, vision_cfg=VISIONS[kind])
+    torch.save(clip.build(name).state_dict(), tmp_path / "mine.pt")
+    check_encoder(load_encoder(f"open_clip:{name}/{tmp_path}/mine.pt"))
 
 
 def test_torchscript_archive_is_read_as_openai_s(small: str, tmp_path: Path) -> None:
