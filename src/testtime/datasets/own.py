@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
-from typing import Any
 
 from testtime.datasets.dataset import Dataset, existing, listed_images, number_labels, read_text, spaced, subfolders
 from testtime.datasets.imagenet import class_table
@@ -87,7 +86,7 @@ def read_table(file: Path) -> Dataset:
     )
 
 
-def _csv_rows(file: Path, text: str) -> tuple[list[tuple[str, str | None]], str]:
+def _csv_rows(file: Path, text: str) -> tuple[list[tuple[str, object]], str]:
     """Paths and labels, and which column the labels are."""
     delimiter = "\t" if file.suffix.lower() == ".tsv" else ","
     rows = [row for row in csv.reader(text.splitlines(), delimiter=delimiter, strict=True) if any(row)]
@@ -104,7 +103,7 @@ def _csv_rows(file: Path, text: str) -> tuple[list[tuple[str, str | None]], str]
     return [(row[path].strip(), None if label is None else row[label]) for row in rows], column
 
 
-def _json_rows(file: Path, text: str) -> tuple[list[tuple[str, Any]], str]:
+def _json_rows(file: Path, text: str) -> tuple[list[tuple[str, object]], str]:
     """Paths and labels, and under which name the labels are."""
     rows, column = [], "Label"
     for number, line in enumerate(text.splitlines(), start=1):
