@@ -15,6 +15,7 @@ from testtime.experiments.catalogue import Experiment, Row
 from testtime.experiments.lab import SHARD, Cell, Lab, Record, Text
 from testtime.experiments.oracle import oracle_of
 from testtime.experiments.recipes import Recipe
+from testtime.text.prompts import find_templates
 from testtime.types import Encoder, InputError, Method, ViewPlan
 
 SINGLE = "a photo of a {}."
@@ -82,8 +83,8 @@ class Plan:
             return f"{needed}: give --descriptions FILE, JSON in the CuPL format"
         return {
             "single": Text((SINGLE,)),
-            "ensemble": Text(recipes.template_set("imagenet7")),
-            "ensemble80": Text(recipes.template_set("imagenet80")),
+            "ensemble": Text(find_templates("imagenet7")),
+            "ensemble80": Text(find_templates("imagenet80")),
             "templates": Text(self.templates_of(found)),
             "descriptions": Text((), descriptions),
         }.get(kind) or Text(self.templates_of(found), descriptions)
