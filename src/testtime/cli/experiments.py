@@ -92,7 +92,7 @@ def eval_(
     Views are encoded once and kept in --out; every method then runs over them. results.json and results.md there
     hold no times: the same command gives the same bytes, however often it was interrupted.
     """
-    from testtime.experiments.plan import find_dataset
+    from testtime.datasets import find_dataset
     from testtime.experiments.run import write_results
     from testtime.experiments.scores import evaluate
     from testtime.experiments.tables import evaluation_markdown

@@ -134,9 +134,8 @@ def source_of(
 
     Classes are those given, or else those that the images come with.
     """
-    from testtime.datasets import labels_among
+    from testtime.datasets import find_dataset, labels_among
     from testtime.datasets.dataset import NAMELESS, some
-    from testtime.experiments.plan import find_dataset
     from testtime.text.prompts import check_classes
 
     data = find_dataset(what, root, labelled=False)

@@ -17,7 +17,7 @@ from testtime.images.reading import IMAGE_SUFFIXES
 from testtime.types import InputError
 
 __all__ = [
-    "BENCHMARKS", "DATASETS", "Benchmark", "Dataset", "Place", "benchmark", "identify", "labels_among", "locate",
+    "BENCHMARKS", "DATASETS", "Benchmark", "Dataset", "Place", "benchmark", "find_dataset", "identify", "labels_among", "locate",
     "open_dataset", "read_benchmark", "read_folders", "read_split", "templates",
 ]  # fmt: skip
 
@@ -64,6 +64,18 @@ def open_dataset(what: str | Path, *, root: str | Path | None = None, part: str 
             f"{text} is a benchmark: say where it lies (--root FOLDER), the folder of all datasets or its own."
         )
     raise InputError(f"No folder or file {text}, nor a benchmark of that name. A dataset is {WAYS}.")
+
+
+def find_dataset(what: str, root: Path | None = None, *, labelled: bool = True) -> Dataset:
+    """A dataset by its path, or a benchmark by its short name in the folder `root` that holds it.
+
+    One without labels is refused, unless `labelled` is False.
+    """
+    dataset = open_dataset(what) if os.path.exists(os.path.expanduser(what)) else open_dataset(what, root=root)
+    if labelled and dataset.labels is None:
+        why = f" ({'; '.join(dataset.notes)})" if dataset.notes else ""
+        raise InputError(f"{what} has no labels to score with{why}: put images in folders named after their classes.")
+    return dataset
 
 
 def _open_file(file: Path, part: str) -> Dataset:
