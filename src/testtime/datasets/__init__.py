@@ -17,8 +17,8 @@ from testtime.images.reading import IMAGE_SUFFIXES
 from testtime.types import InputError
 
 __all__ = [
-    "BENCHMARKS", "DATASETS", "Benchmark", "Dataset", "Place", "benchmark", "find_dataset", "identify", "labels_among", "locate",
-    "open_dataset", "read_benchmark", "read_folders", "read_split", "templates",
+    "BENCHMARKS", "DATASETS", "Benchmark", "Dataset", "Place", "benchmark", "find_dataset", "identify", "labels_among",
+    "locate", "open_dataset", "read_benchmark", "read_folders", "read_split", "templates",
 ]  # fmt: skip
 
 WAYS = "class folders, images, a split_zhou_*.json, .tar shards, Parquet, a saved Hugging Face dataset or a CSV"
