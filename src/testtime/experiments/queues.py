@@ -14,8 +14,8 @@ from testtime.experiments.cells import CHUNK, Cell, Text
 from testtime.experiments.evaluate import Plan, described, recipe_of
 from testtime.files import parse_json, write_atomic
 from testtime.ops import unit
+from testtime.report.formatting import count
 from testtime.report.queues import FEWEST, PLACED, Tracer, tsne
-from testtime.report.words import count
 from testtime.session.order import shuffled
 from testtime.session.session import Session
 from testtime.types import InputError, Method, Task
@@ -162,9 +162,9 @@ def queues_markdown(result: dict[str, Any]) -> str:
 
 def queues_page(result: dict[str, Any], dataset: Dataset, command: str = "") -> str:
     """The moments as one self-contained HTML page: their maps side by side, with the images that the queues hold."""
-    from testtime.report import Queued, QueueMap, QueuesReport, Snapshot, Table, html
+    from testtime.report import Queued, QueueMap, Snapshot, Table, TablesReport, html
     from testtime.report.conditions import machine, versions
-    from testtime.report.pictures import make_thumbnails
+    from testtime.report.thumbnails import make_thumbnails
 
     facts, text = result["facts"], ""
     maps, coloured = result["maps"], set(result["coloured"])
@@ -179,7 +179,7 @@ def queues_page(result: dict[str, Any], dataset: Dataset, command: str = "") -> 
         for moment, entries in zip(result["moments"], maps, strict=True)
     ]
     labels = dataset.labels or ()
-    section = QueuesReport(
+    section = TablesReport(
         result["title"],
         _subtitle(facts),
         [
@@ -189,9 +189,10 @@ def queues_page(result: dict[str, Any], dataset: Dataset, command: str = "") -> 
                 [[f"{images} images", *more] for images, *more in _lines(result)],
             )
         ],
-        QueueMap("DPE", snapshots, f"{text}The map's t-SNE has seed {facts['seed']}."),
-        list(dataset.classnames),
-        [labels[row] for row in rows],
+        {},
+        queues=QueueMap("DPE", snapshots, f"{text}The map's t-SNE has seed {facts['seed']}."),
+        classnames=list(dataset.classnames),
+        labels=[labels[row] for row in rows],
         names=[str(dataset.paths[row]) for row in rows],
         thumbnails=make_thumbnails({image: dataset.paths[row] for row, image in number.items()}),
         text="Each class keeps the features of the images that it is surest of. The cosines tell how near a feature is "

@@ -6,9 +6,10 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from testtime.report.data import Answers, StreamReport
-from testtime.report.plot import styles_of
-from testtime.report.words import as_table, plain, px, safe
+from testtime.report.chart import styles_of
+from testtime.report.data import Answers, StreamReport, plain
+from testtime.report.formatting import px
+from testtime.report.markup import as_table, safe
 
 BINS = 15  # of equal width, the usual number
 SIDE, LEFT, TOP, FOOT = 200, 42, 10, 34  # pixels: of the square, before it, above it, and the bars of counts below
