@@ -75,9 +75,10 @@ def report(
     tower = any(getattr(method, "needs_tower", False) for method in made)
     task = store.task(device=find_device(device), context=tower)
     with progress("images", len(rows), quiet=as_json) as advance:
-        section = gather.features_report(
+        section = gather.stream_report(
             task,
             store,
+            store.labels,
             made,
             order=rows,
             images=shown,

@@ -11,10 +11,10 @@ from typing import Protocol
 import torch
 
 from testtime import registry
-from testtime.datasets import Dataset
+from testtime.datasets import Dataset, find_dataset
 from testtime.experiments.catalogue import EXPERIMENTS, Experiment, Row
 from testtime.experiments.lab import Record
-from testtime.experiments.plan import Columns, Plans, find_dataset
+from testtime.experiments.plan import Columns, Plans
 from testtime.experiments.tables import Sheet, markdown
 from testtime.files import write_atomic
 from testtime.report.page import Section, html

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import NamedTuple
 
+import torch
+
+from testtime.metrics import per_class_accuracy
 from testtime.report.data import StreamReport
 from testtime.report.formatting import signed
 from testtime.report.markup import Cell, safe, table
@@ -27,16 +29,14 @@ class Change(NamedTuple):
 
 def changes(report: StreamReport) -> list[Change]:
     """What the last curve made of each class against the first, greatest gain first; classes seen only."""
-    images = Counter(report.labels)
+    labels, classes = torch.tensor(report.labels), len(report.classnames)
+    images = labels.bincount(minlength=classes).tolist()
     before, after = (
-        Counter(label for label, right in zip(report.labels, curve.correct, strict=True) if right)
+        per_class_accuracy(torch.where(curve.right(), labels, -1), labels, classes).tolist()  # -1: any other class
         for curve in (report.curves[0], report.curves[-1])
     )
-    seen = [
-        Change(name, images[label], before[label] / images[label], after[label] / images[label])
-        for label, name in enumerate(report.classnames)
-        if images[label]
-    ]
+    everyone = zip(report.classnames, images, before, after, strict=True)
+    seen = [Change(name, number, old, new) for name, number, old, new in everyone if number]
     return sorted(seen, key=lambda change: -change.gain)  # stable: ties stay in class order
 
 

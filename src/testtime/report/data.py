@@ -6,9 +6,12 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import ClassVar, NamedTuple, TypeVar
 
+import torch
+from torch import Tensor
+
+from testtime import metrics
 from testtime.types import InputError
 
 T = TypeVar("T")
@@ -40,11 +43,15 @@ class Curve:
     @property
     def accuracy(self) -> float:
         """Share of right answers, 0 to 1."""
-        return sum(self.correct) / len(self.correct)
+        return metrics.accuracy(right := self.right(), torch.ones_like(right))
+
+    def right(self) -> Tensor:
+        """Which answers are right: (N,) bool."""
+        return torch.tensor(self.correct, dtype=torch.bool)
 
     def running(self) -> list[float]:
         """Share of right answers up to and including each image, 0 to 1."""
-        return [hit / seen for seen, hit in enumerate(accumulate(self.correct), start=1)]
+        return metrics.running_accuracy(right := self.right(), torch.ones_like(right)).tolist()
 
 
 @dataclass(frozen=True)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import torch
+
+from testtime.metrics import ExpectedCalibrationError, accuracy, macro_f1
 from testtime.report.chart import styles_of
-from testtime.report.data import Answers, StreamReport, plain
+from testtime.report.data import Answers, StreamReport
 from testtime.report.formatting import px
-from testtime.report.markup import as_table, safe
+from testtime.report.markup import Cell, as_table, safe, scrolling, table
 
 BINS = 15  # of equal width, the usual number
 SIDE, LEFT, TOP, FOOT = 200, 42, 10, 34  # pixels: of the square, before it, above it, and the bars of counts below
+
+WIDE = ' class="wide"'  # accuracies stand elsewhere too, and on a phone there is no room for all
 
 
 class Bin(NamedTuple):
@@ -25,54 +29,46 @@ class Bin(NamedTuple):
     accuracy: float
 
 
-def reliability(confidences: Sequence[float], correct: Sequence[bool], bins: int = BINS) -> list[Bin]:
-    """Images by the confidence of their answer, in bins of equal width, an upper edge included.
+def reliability(score: ExpectedCalibrationError) -> list[Bin]:
+    """What a score has counted, bin by bin.
 
-    >>> [b.images for b in reliability([0.5, 0.9, 1.0], [True, False, True], bins=2)]
+    >>> score = ExpectedCalibrationError(bins=2)
+    >>> score = score.update_answers(torch.tensor([0.5, 0.9, 1.0]), torch.tensor([True, False, True]))
+    >>> [b.images for b in reliability(score)]
     [1, 2]
     """
-    edges = [index / bins for index in range(1, bins)]
-    groups: list[list[tuple[float, bool]]] = [[] for _ in range(bins)]
-    for confidence, right in zip(plain(confidences), plain(correct), strict=True):
-        groups[bisect_left(edges, confidence)].append((confidence, bool(right)))
+    counts = torch.stack([score.images, score.right + score.gaps, score.right]).T.tolist()
     return [
-        Bin(
-            index / bins,
-            (index + 1) / bins,
-            len(group),
-            sum(confidence for confidence, _ in group) / max(len(group), 1),
-            sum(right for _, right in group) / max(len(group), 1),
-        )
-        for index, group in enumerate(groups)
+        Bin(index / len(counts), (index + 1) / len(counts), int(images), sure / max(images, 1), right / max(images, 1))
+        for index, (images, sure, right) in enumerate(counts)
     ]
-
-
-def calibration_error(bins: Sequence[Bin]) -> float:
-    """The gap between confidence and accuracy, weighted by images, 0 to 1 (ECE)."""
-    return sum(b.images * abs(b.confidence - b.accuracy) for b in bins) / sum(b.images for b in bins)
 
 
 def figure(report: StreamReport, slots: Mapping[str, int]) -> str:
     """A diagram for each method, a table of scores, and the numbers behind the diagrams."""
     styles = styles_of([answers.name for answers in report.answers], slots)
     diagrams, rows, numbers = [], [], []
-    labels = plain(report.labels)
+    labels = torch.tensor(report.labels)
     with_brier = any(answers.brier is not None for answers in report.answers)
     for answers, style in zip(report.answers, styles, strict=True):
-        predictions, confidences = plain(answers.predictions), plain(answers.confidences)
-        correct = [prediction == label for prediction, label in zip(predictions, labels, strict=True)]
-        bins = reliability(confidences, correct)
-        error = calibration_error(bins)
+        predictions = torch.tensor(answers.predictions)
+        confidences = torch.tensor(answers.confidences, dtype=torch.float64)
+        score = ExpectedCalibrationError(BINS).update_answers(confidences, predictions == labels)
+        bins, error = reliability(score), score.compute()
         diagrams.append(
             f'<li><span class="name {style}">{safe(answers.name)}</span> <span class="soft">ECE {100 * error:.1f}'
             f"</span>{_diagram(answers, bins, error, style.removesuffix(' last'))}</li>"
         )
-        brier = "" if not with_brier else "<td>–</td>" if answers.brier is None else f"<td>{answers.brier:.3f}</td>"
-        mean = sum(confidences) / len(confidences)
+        brier = "–" if answers.brier is None else f"{answers.brier:.3f}"
         rows.append(
-            f'<tr><th scope="row"><span class="name {style}">{safe(answers.name)}</span></th>'
-            f'<td>{mean:.1%}</td><td class="wide">{sum(correct) / len(correct):.1%}</td><td>{100 * error:.1f}</td>'
-            f"{brier}<td>{100 * macro_f1(predictions, labels):.1f}</td></tr>"
+            [
+                Cell(f'<span class="name {style}">{safe(answers.name)}</span>'),
+                f"{confidences.mean():.1%}",
+                Cell(f"{accuracy(predictions, labels):.1%}", WIDE),
+                f"{100 * error:.1f}",
+                *([brier] if with_brier else []),
+                f"{100 * macro_f1(predictions, labels):.1f}",
+            ]
         )
         numbers += [
             [
@@ -84,29 +80,17 @@ def figure(report: StreamReport, slots: Mapping[str, int]) -> str:
             for b in bins
             if b.images
         ]
-    scores = ["Mean confidence", "Accuracy", "ECE, points", *(["Brier"] if with_brier else []), "Macro-F1"]
-    # on a phone there is no room for all, and accuracies stand elsewhere too
-    places = {"Accuracy": ' class="wide"'}
-    head = "".join(f'<th scope="col"{places.get(name, "")}>{name}</th>' for name in ("Method", *scores))
+    brier_head = ["Brier"] if with_brier else []
+    head = ["Method", "Mean confidence", Cell("Accuracy", WIDE), "ECE, points", *brier_head, "Macro-F1"]
     return (
         "<h3>Whether confidence can be trusted</h3>"
         f"<p>Answers in {BINS} bins by their confidence. A bar is the share that was right, the line across it their "
         "mean confidence: where both meet on the diagonal, confidence means what it says. Bars below count the images. "
         "ECE, the expected calibration error, is the mean distance, weighted by images.</p>"
         f'<figure><ul class="diagrams">{"".join(diagrams)}</ul></figure>'
-        f'<div class="scroll" tabindex="0"><table class="scores"><thead><tr>{head}</tr></thead>'
-        f"<tbody>{''.join(rows)}</tbody></table></div>"
+        + scrolling(table(head, rows, kind="scores"))
         + as_table(["Method and confidence", "Images", "Mean confidence", "Right"], numbers, "The bins as a table")
     )
-
-
-def macro_f1(predictions: Sequence[int], labels: Sequence[int]) -> float:
-    """F1 averaged over the classes seen or predicted, 0 to 1."""
-    import torch
-
-    from testtime import metrics
-
-    return metrics.macro_f1(torch.tensor(predictions), torch.tensor(labels))
 
 
 def _diagram(answers: Answers, bins: Sequence[Bin], error: float, style: str) -> str:
