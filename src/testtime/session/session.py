@@ -146,11 +146,11 @@ class Session:
         """A second session that starts from here and learns on its own."""
         return copy.copy(self)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         with self._turn:
             return {**vars(self), "_state": self.state, "_stepper": None, "_turn": None, "observers": []}
 
-    def __setstate__(self, members: dict[str, Any]) -> None:
+    def __setstate__(self, members: dict[str, object]) -> None:
         vars(self).update(members, _turn=threading.RLock())  # a copy has turns of its own
 
     def step(self, image: Source) -> Prediction:
