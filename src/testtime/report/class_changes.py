@@ -9,7 +9,7 @@ import torch
 from testtime.metrics import per_class_accuracy
 from testtime.report.data import StreamReport
 from testtime.report.formatting import signed
-from testtime.report.markup import Cell, safe, table
+from testtime.report.markup import WIDE, Cell, safe, table
 
 SHOWN = 8  # classes named among the gains, and among the losses
 
@@ -64,9 +64,9 @@ def class_table(report: StreamReport) -> str:
             f'<div style="--zero:{100 * zero:.2f}%"><i class="{kind}" '
             f'style="left:{100 * start:.2f}%;width:{100 * abs(share):.2f}%"></i></div>'
         )
-        accuracies = Cell(f"{change.before:.0%} → {change.after:.0%}", ' class="wide"')
+        accuracies = Cell(f"{change.before:.0%} → {change.after:.0%}", WIDE)
         return [change.name, accuracies, Cell(bar, ' class="track"'), signed(100 * change.gain), f"{change.images:,}"]
 
-    columns = Cell("Accuracy", ' class="wide"'), Cell('<span class="hidden">Bar</span>', ' class="track"')
+    columns = Cell("Accuracy", WIDE), Cell('<span class="hidden">Bar</span>', ' class="track"')
     groups = [map(row, group) for group in (gains[:SHOWN], losses[-SHOWN:]) if group]
     return f"{heading}</p>{table(['Class', *columns, 'Points', 'Images'], *groups, kind='classes')}"

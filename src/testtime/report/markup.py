@@ -9,6 +9,8 @@ from html import escape
 from importlib.resources import files
 from typing import NamedTuple
 
+WIDE = ' class="wide"'  # of cells that a phone has no room for
+
 
 class Cell(NamedTuple):
     """A cell of a table that is HTML already; any other value is escaped."""

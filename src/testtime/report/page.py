@@ -15,7 +15,7 @@ from testtime.report.class_changes import class_table
 from testtime.report.confusion_matrix import confusion_matrix
 from testtime.report.data import Answers, Curve, Section, StreamReport, TablesReport, UnlabelledReport
 from testtime.report.formatting import milliseconds, signed
-from testtime.report.markup import Cell, as_table, asset, card, safe, scrolling, table
+from testtime.report.markup import WIDE, Cell, as_table, asset, card, safe, scrolling, table
 from testtime.report.queue_map import queue_map
 from testtime.report.reliability import figure as reliability_diagrams
 from testtime.report.running_accuracy import running_accuracy
@@ -117,11 +117,11 @@ def _method_table(curves: Sequence[Curve], method_styles: Sequence[str]) -> str:
                 Cell(f'<span class="name {style}">{safe(curve.name)}</span>{note}'),
                 f"{curve.accuracy:.1%}",
                 gain,
-                Cell(changed, ' class="wide"'),
+                Cell(changed, WIDE),
                 Cell(milliseconds(curve.seconds, len(curve.correct))),
             ]
         )
-    righted = Cell("Put right / spoilt", ' class="wide"')
+    righted = Cell("Put right / spoilt", WIDE)
     return table(["Method and settings", "Accuracy", "Gain, points", righted, "ms per image"], rows, kind="methods")
 
 

@@ -49,7 +49,7 @@ class Tracer:
         self._cost = bank.cost.cpu()
 
 
-def bank_of(state: Any) -> Bank | None:
+def bank_of(state: object) -> Bank | None:
     """The first bank of a state: DPE's queues, TDA's positive cache; None where it has none."""
     parts = state if isinstance(state, tuple) else ()
     return next((part for part in parts if isinstance(part, Bank) and part.cost.shape[1]), None)

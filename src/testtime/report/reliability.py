@@ -11,12 +11,10 @@ from testtime.metrics import ExpectedCalibrationError, accuracy, macro_f1
 from testtime.report.chart import styles_of
 from testtime.report.data import Answers, StreamReport
 from testtime.report.formatting import px
-from testtime.report.markup import Cell, as_table, safe, scrolling, table
+from testtime.report.markup import WIDE, Cell, as_table, safe, scrolling, table
 
 BINS = 15  # of equal width, the usual number
 SIDE, LEFT, TOP, FOOT = 200, 42, 10, 34  # pixels: of the square, before it, above it, and the bars of counts below
-
-WIDE = ' class="wide"'  # accuracies stand elsewhere too, and on a phone there is no room for all
 
 
 class Bin(NamedTuple):
@@ -81,6 +79,7 @@ def figure(report: StreamReport, slots: Mapping[str, int]) -> str:
             if b.images
         ]
     brier_head = ["Brier"] if with_brier else []
+    # on a phone there is no room for all, and accuracies stand elsewhere too
     head = ["Method", "Mean confidence", Cell("Accuracy", WIDE), "ECE, points", *brier_head, "Macro-F1"]
     return (
         "<h3>Whether confidence can be trusted</h3>"
