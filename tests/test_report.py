@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from testtime import report
-from testtime.report import Curve, StreamReport, classes, curves, plot
+from testtime.report import Curve, StreamReport, chart, class_changes, running_accuracy
 from testtime.types import InputError
 
 NASTY = "<script>alert('x')</script> & \"quotes\"\x00\ud800"
@@ -146,33 +146,33 @@ def test_range_ignores_the_first_images():
 @pytest.mark.parametrize(("low", "high"), [(0, 0), (100, 100), (61.3, 61.3), (0, 100), (33, 71), (99.7, 100)])
 @pytest.mark.parametrize("most", [5, 6])
 def test_ticks_are_tidy_and_enclose(low, high, most):
-    ticks = plot.tidy_range(low, high, most)
+    ticks = chart.tidy_range(low, high, most)
     assert 1 <= len(ticks) - 1 <= most
     assert 0 <= ticks[0] <= low and high <= ticks[-1] <= 100
 
 
 @pytest.mark.parametrize("images", [1, 2, 7, 99, 1000, 8041, 50_000])
 def test_image_ticks_and_samples_stay_within_the_stream(images):
-    ticks, seen = curves.image_ticks(images, 8), curves.sampled(images)
+    ticks, seen = running_accuracy.image_ticks(images, 8), running_accuracy.sampled(images)
     assert ticks[0] == 0 and ticks[-1] <= images and len(ticks) <= 9
-    assert seen[0] == 1 and seen[-1] == images and len(seen) == min(images, curves.POINTS) == len(set(seen))
+    assert seen[0] == 1 and seen[-1] == images and len(seen) == min(images, running_accuracy.POINTS) == len(set(seen))
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_labels_keep_apart_in_order_and_inside(seed):
     draw = random.Random(seed)
     wanted = sorted(draw.choice([50, 55, draw.uniform(0, 300)]) for _ in range(draw.randint(1, 14)))
-    places = plot.keep_apart(wanted, 17, 0, 300)
+    places = chart.keep_apart(wanted, 17, 0, 300)
     assert all(b - a >= 17 - 1e-9 for a, b in zip(places, places[1:], strict=False))
     assert places[0] >= -1e-9 and places[-1] <= 300 + 1e-9
 
 
 def test_labels_with_room_are_not_moved():
-    assert plot.keep_apart([10, 40, 90], 17, 0, 100) == [10, 40, 90]
+    assert chart.keep_apart([10, 40, 90], 17, 0, 100) == [10, 40, 90]
 
 
 def test_more_labels_than_fit_share_the_height():
-    assert plot.keep_apart([5.0] * 11, 17, 0, 100) == pytest.approx(range(0, 101, 10))
+    assert chart.keep_apart([5.0] * 11, 17, 0, 100) == pytest.approx(range(0, 101, 10))
 
 
 def test_classes_are_sorted_by_gain_and_unseen_ones_left_out():
@@ -187,7 +187,7 @@ def test_only_the_greatest_changes_are_named():
     zero = Curve("z", [c >= 30 for c in range(60)], 1)
     last = Curve("d", [c < 30 for c in range(60)], 1)
     page = report.html([stream(zero, last, classes=60, classnames=names)], {}, "t")
-    assert len(re.findall('<i class="up"', page)) == len(re.findall('<i class="down"', page)) == classes.SHOWN
+    assert len(re.findall('<i class="up"', page)) == len(re.findall('<i class="down"', page)) == class_changes.SHOWN
 
 
 def test_tensors_and_lists_give_the_same_page():

@@ -20,11 +20,12 @@ from testtime.report import (
     Snapshot,
     StreamReport,
     UnlabelledReport,
-    classes,
-    heat,
-    maps,
-    pictures,
+    changed_answers,
+    confusion_matrix,
+    queue_map,
     reliability,
+    sweep_charts,
+    thumbnails,
     unlabelled,
 )
 from testtime.types import InputError
@@ -138,13 +139,13 @@ def test_markup_in_any_part_stays_text():
 
 def test_the_classes_that_take_part_in_most_changes_are_chosen():
     labels, before, after = [0] * 5 + [1, 2], [3] * 5 + [1, 2], [0] * 5 + [1, 1]
-    assert classes.most_moved(labels, before, after, most=2) == [0, 3]
-    assert classes.most_moved(labels, before, before) == []
+    assert confusion_matrix.most_moved(labels, before, after, most=2) == [0, 3]
+    assert confusion_matrix.most_moved(labels, before, before) == []
 
 
 def test_the_matrix_counts_every_answer_of_a_row():
     labels, before, after = [0, 0, 0, 1, 1], [0, 1, 1, 1, 2], [0, 0, 0, 1, 1]
-    page = classes.confusion(stream(labels, before, after))
+    page = confusion_matrix.confusion_matrix(stream(labels, before, after))
     rows = re.findall(r'<tr><th scope="row"><small>\d</small> class (\d)</th>(.*?)</tr>', page)
     cells = {int(name): [int(text or 0) for text in re.findall(r"<td[^>]*>(\d*)</td>", row)] for name, row in rows}
     assert cells[0] == [1, 2, 0, 0, 3, 0, 0, 0]  # zero-shot as 0, 1, 2 and other, then dpe
@@ -153,13 +154,13 @@ def test_the_matrix_counts_every_answer_of_a_row():
 
 
 def test_answers_outside_the_matrix_are_counted_as_other(monkeypatch):
-    monkeypatch.setattr(classes, "most_moved", lambda *_: [0])
-    page = classes.confusion(stream([0, 0, 0], [1, 2, 0], [0, 0, 3]))
+    monkeypatch.setattr(confusion_matrix, "most_moved", lambda *_: [0])
+    page = confusion_matrix.confusion_matrix(stream([0, 0, 0], [1, 2, 0], [0, 0, 3]))
     assert re.findall(r"<td[^>]*>(\d*)</td>", page)[1:] == ["1", "2", "2", "1"]  # after the corner
 
 
 def test_no_change_makes_no_matrix():
-    assert classes.confusion(stream([0, 1], [0, 1], [0, 1])) == ""
+    assert confusion_matrix.confusion_matrix(stream([0, 1], [0, 1], [0, 1])) == ""
 
 
 # Reliability
@@ -202,20 +203,20 @@ def test_bars_are_as_high_as_their_accuracy():
 
 
 def test_a_heat_map_is_coloured_from_the_worst_to_the_best():
-    page = heat.heat_map(Grid("t", "a", [1, 2], "b", ["x", "y"], [[0.2, 0.4], [0.3, float("nan")]]))
+    page = sweep_charts.heat_map(Grid("t", "a", [1, 2], "b", ["x", "y"], [[0.2, 0.4], [0.3, float("nan")]]))
     cells = re.findall(r'class="heat( best)?" style="--share:([\d.]+)">([\d.]+)<', page)
     assert cells == [("", "0.00", "20.0"), (" best", "1.00", "40.0"), ("", "0.50", "30.0")]
     assert page.count("<td>–</td>") == 1
 
 
 def test_a_flat_grid_has_no_best():
-    page = heat.heat_map(Grid("t", "a", [1, 2], "b", [1], [[0.5, 0.5]]))
+    page = sweep_charts.heat_map(Grid("t", "a", [1, 2], "b", [1], [[0.5, 0.5]]))
     assert "best" not in re.sub("<figcaption>.*", "", page)
 
 
 @pytest.mark.parametrize("values", [1, 2, 40])
 def test_a_line_chart_draws_every_value_and_names_what_fits(values):
-    page = heat.line_chart(Series("t", "setting", list(range(values)), {"dpe": [0.5] * values}), {})
+    page = sweep_charts.line_chart(Series("t", "setting", list(range(values)), {"dpe": [0.5] * values}), {})
     wide = page.split("</svg>")[0]
     assert len(re.search(r'class="line[^"]*" points="([^"]*)"', wide)[1].split()) == values
     names = re.findall(r'class="tick middle" x="([\d.]+)"', wide)
@@ -232,7 +233,7 @@ def test_a_map_marks_what_is_in_a_wrong_queue_and_carries_pictures():
     given = stream(
         [0, 1, 2], [0, 1, 2], [0, 1, 1], queues=queues, thumbnails={2: PIXEL}, names=["a.jpg", "b.jpg", "c.jpg"]
     )
-    page = maps.queues(given, 1)
+    page = queue_map.queue_map(given, 1)
     points = re.findall(r'<(circle|polygon) class="point[^>]*data-label="(\d)" data-picture="([^"]*)"', page)
     assert points == [("circle", "0", ""), ("circle", "1", ""), ("circle", "0", ""), ("circle", "1", ""),
                       ("polygon", "1", "t1-2")]  # fmt: skip
@@ -242,17 +243,17 @@ def test_a_map_marks_what_is_in_a_wrong_queue_and_carries_pictures():
 
 def test_snapshots_share_one_map():
     entries = [Queued(0, 0, 0.0, 0.0), Queued(1, 1, 1.0, 1.0), Queued(1, 2, 50.0, 20.0)]
-    page = maps.queues(
+    page = queue_map.queue_map(
         folder([0, 1, 1], [0, 1, 1], queues=QueueMap("dpe", [Snapshot(2, entries[:2]), Snapshot(3, entries)])), 1
     )
     places = re.findall(r'data-x="([\d.]+)" data-y="([\d.]+)"', page)
     assert places[0] == places[2] and places[1] == places[3]
-    assert all(0 < float(value) < maps.SIDE for place in places for value in place)
+    assert all(0 < float(value) < queue_map.SIDE for place in places for value in place)
 
 
 def test_queues_without_places_are_listed_and_not_drawn():
     queues = QueueMap("tda", [Snapshot(2, [Queued(0, 0), Queued(1, 1)])])
-    page = maps.queues(folder([0, 1], [0, 1], queues=queues), 1)
+    page = queue_map.queue_map(folder([0, 1], [0, 1], queues=queues), 1)
     assert "<svg" not in page and page.count('class="thumb none"') == 2 and "2 classes without any" in page
 
 
@@ -260,9 +261,9 @@ def test_names_on_a_map_do_not_cover_each_other():
     draw = random.Random(3)
     entries = [Queued(c, 0, 0, 0) for c in range(200) for _ in range(2)]
     places = [(draw.uniform(20, 400), draw.uniform(20, 400)) for _ in entries]
-    named = maps._names([f"a long name {c}" for c in range(200)], entries, places)
+    named = queue_map._names([f"a long name {c}" for c in range(200)], entries, places)
     spots = [tuple(map(float, re.search(r'x="([\d.]+)" y="([\d.]+)"', text).groups())) for text in named]
-    assert 3 < len(spots) <= maps.NAMED
+    assert 3 < len(spots) <= queue_map.NAMED
     for i, (x, y) in enumerate(spots):
         assert all(abs(y - b) > 14 or abs(x - a) > 60 for a, b in spots[:i])
 
@@ -278,17 +279,17 @@ def test_thumbnails_are_small_bounded_and_skip_what_cannot_be_read(tmp_path):
         paths[number] = tmp_path / f"{number}.png"
         Image.new("RGB", (300, 200 + number), (40 * number, 90, 30)).save(paths[number])
     paths[2].write_bytes(b"no image")
-    made = pictures.make_thumbnails(paths)
+    made = thumbnails.make_thumbnails(paths)
     assert list(made) == [0, 1, 3, 4] and all(len(uri) < 4000 for uri in made.values())
-    assert made == pictures.make_thumbnails(paths)
-    assert list(pictures.make_thumbnails(paths, most=2)) == [0, 1]
-    assert list(pictures.make_thumbnails(paths, total=len(made[0]) + 5)) == [0]
+    assert made == thumbnails.make_thumbnails(paths)
+    assert list(thumbnails.make_thumbnails(paths, most=2)) == [0, 1]
+    assert list(thumbnails.make_thumbnails(paths, total=len(made[0]) + 5)) == [0]
 
 
 def test_examples_are_what_was_put_right_and_spoilt_most_confident_first():
     given = [answers("zeroshot", [1, 1, 0, 0]), answers("dpe", [0, 0, 1, 0], [0.4, 0.9, 0.5, 1.0])]
     made = stream([0, 0, 0, 0], [], [], answers=given)
-    assert pictures.righted_and_spoilt(made) == ([1, 0], [2])
+    assert changed_answers.righted_and_spoilt(made) == ([1, 0], [2])
 
 
 # Without labels

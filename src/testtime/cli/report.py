@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
 
-from testtime.cli.options import Device, Limit, Seed, Shuffle, flag, pairs
+from testtime.cli.options import Device, Limit, Seed, Shuffle, flag, ordered, pairs
 from testtime.cli.terminal import err, progress
 from testtime.errors import InputError
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from testtime.encoding.store import Features
-    from testtime.types import Method
+    from testtime.types import Method, StoredImage
 
 app = typer.Typer()
 
@@ -58,15 +57,13 @@ def report(
 
     The page needs nothing but itself. Without labels it shows what changed against zero-shot.
     """
-    import torch
-
+    from testtime import registry
     from testtime.encoding.store import Features
     from testtime.files import check_place, write_atomic
     from testtime.files.outputs import distinct
     from testtime.machine.devices import find_device
-    from testtime.report import gather, html
+    from testtime.report import Grid, StreamReport, gather, html
     from testtime.report.conditions import conditions
-    from testtime.session.order import shuffled
 
     store = Features(features)
     distinct({"--out": output}, {"FEATURES": [features, *store.files, features / "index.json"]})
@@ -74,23 +71,28 @@ def report(
     made = _methods(methods, settings)
     varied = _varied(sweep, store, made[-1])
     shown = _images(images, store)
-    if limit is not None and limit < 1:
-        raise InputError(f"--limit {limit}: at least one image is needed.")
-    count = len(store)
-    order = shuffled(count, seed) if shuffle else torch.arange(count)
-    rows = order[:limit].tolist()
+    rows = ordered(len(store), shuffle, seed, limit)
     tower = any(getattr(method, "needs_tower", False) for method in made)
     task = store.task(device=find_device(device), context=tower)
-    common: dict[str, Any] = {
-        "order": rows,
-        "images": shown,
-        "snapshots": _numbers(snapshots),
-        "place": with_map,
-    }
     with progress("images", len(rows), quiet=as_json) as advance:
-        made_report: Any = gather.stream_report(task, store, store.labels, made, **common, progress=advance)
-    if varied and store.labels is not None:
-        made_report = _swept(made_report, task, store, store.labels, made[-1], varied, rows, as_json)
+        section = gather.stream_report(
+            task,
+            store,
+            store.labels,
+            made,
+            order=rows,
+            images=shown,
+            snapshots=_numbers(snapshots),
+            place=with_map,
+            progress=advance,
+        )
+    if varied and isinstance(section, StreamReport) and store.labels is not None:
+        others = {key: value for key, value in registry.settings_of(made[-1]).items() if key not in varied}
+        with progress("images of the sweep", len(rows), quiet=as_json) as advance:
+            figure = gather.sweep(
+                task, store, store.labels, made[-1].name, varied, others=others, order=rows, progress=advance
+            )
+        section = replace(section, grids=[figure]) if isinstance(figure, Grid) else replace(section, series=[figure])
     facts = conditions(
         task,
         command=_command(
@@ -106,8 +108,7 @@ def report(
         Views=f"{store.views}, seed {store.metadata.get('seed', 'not said')}",
         Labels="only score" if store.labels is not None else "none",
     )
-    page = html([made_report], facts, title)
-    write_atomic(output, page)
+    write_atomic(output, html([section], facts, title))
     if as_json:
         print(json.dumps({"report": str(output), "n": len(rows), "bytes": output.stat().st_size}))
         return
@@ -144,29 +145,7 @@ def _varied(sweep: list[str] | None, store: Features, method: Method) -> dict[st
     return varied
 
 
-def _swept(
-    report: Any,
-    task: Any,
-    store: Features,
-    labels: Tensor,
-    method: Method,
-    varied: dict[str, list[object]],
-    rows: list[int],
-    quiet: bool,
-) -> Any:
-    """The report with the figure of the settings varied."""
-    from dataclasses import replace
-
-    from testtime import registry
-    from testtime.report import Grid, gather
-
-    others = {key: value for key, value in registry.settings_of(method).items() if key not in varied}
-    with progress("images of the sweep", len(rows), quiet=quiet) as advance:
-        figure = gather.sweep(task, store, labels, method.name, varied, others=others, order=rows, progress=advance)
-    return replace(report, grids=[figure]) if isinstance(figure, Grid) else replace(report, series=[figure])
-
-
-def _command(features: Path, options: dict[str, Any]) -> str:
+def _command(features: Path, options: dict[str, object]) -> str:
     """The command that makes the page again; options that are None or False were not given."""
     words = ["testtime", "report", str(features)]
     for option, value in options.items():
@@ -178,7 +157,7 @@ def _command(features: Path, options: dict[str, Any]) -> str:
     return shlex.join(words)
 
 
-def _images(source: str | None, store: Features) -> list[Any] | None:
+def _images(source: str | None, store: Features) -> list[str | StoredImage] | None:
     """The images behind the features, in their order: from --images, or as the store says."""
     from testtime.datasets import open_dataset
 

@@ -16,10 +16,10 @@ from testtime.experiments.plan import Columns, Plans, recipe_of
 from testtime.experiments.tables import Sheet, described
 from testtime.files import parse_json, write_atomic
 from testtime.ops import unit
-from testtime.report import Queued, QueueMap, QueuesReport, Snapshot, Table
-from testtime.report.pictures import make_thumbnails
+from testtime.report import Queued, QueueMap, Snapshot, Table, TablesReport
+from testtime.report.formatting import count
 from testtime.report.queues import FEWEST, PLACED, Tracer, tsne
-from testtime.report.words import count
+from testtime.report.thumbnails import make_thumbnails
 from testtime.session.order import shuffled
 from testtime.session.session import Session
 from testtime.types import InputError, Method, Task
@@ -167,7 +167,7 @@ def _subtitle(facts: Record) -> str:
     return f"{facts['dataset']}, {facts['encoder']}, {views}, seed {facts['seed']}, queue of {queue}"
 
 
-def section(result: Record, columns: Columns) -> tuple[QueuesReport, dict[str, str]]:
+def section(result: Record, columns: Columns) -> tuple[TablesReport, dict[str, str]]:
     """The moments for the page: their maps side by side, with the images that the queues hold; and the text used."""
     (dataset,) = columns.values()
     if isinstance(dataset, str):
@@ -185,7 +185,7 @@ def section(result: Record, columns: Columns) -> tuple[QueuesReport, dict[str, s
         for moment, entries in zip(result["moments"], maps, strict=True)
     ]
     labels = dataset.labels or ()
-    made = QueuesReport(
+    made = TablesReport(
         result["title"],
         _subtitle(facts),
         [
@@ -195,9 +195,10 @@ def section(result: Record, columns: Columns) -> tuple[QueuesReport, dict[str, s
                 [[f"{images} images", *more] for images, *more in _lines(result)],
             )
         ],
-        QueueMap("DPE", snapshots, f"{text}The map's t-SNE has seed {facts['seed']}."),
-        list(dataset.classnames),
-        [labels[row] for row in rows],
+        {},
+        queues=QueueMap("DPE", snapshots, f"{text}The map's t-SNE has seed {facts['seed']}."),
+        classnames=list(dataset.classnames),
+        labels=[labels[row] for row in rows],
         names=[str(dataset.paths[row]) for row in rows],
         thumbnails=make_thumbnails({image: dataset.paths[row] for row, image in number.items()}),
         text="Each class keeps the features of the images that it is surest of. The cosines tell how near a feature is "

@@ -5,15 +5,13 @@
 
 from __future__ import annotations
 
-from testtime.report.classes import Change, changes
-from testtime.report.curves import running_accuracy_svg
+from testtime.report.class_changes import Change, changes
 from testtime.report.data import (
     Answers,
     Curve,
     Grid,
     Queued,
     QueueMap,
-    QueuesReport,
     Series,
     Snapshot,
     StreamReport,
@@ -22,6 +20,7 @@ from testtime.report.data import (
     UnlabelledReport,
 )
 from testtime.report.page import html
+from testtime.report.running_accuracy import running_accuracy_svg
 
 __all__ = [
     "Answers",
@@ -30,7 +29,6 @@ __all__ = [
     "Grid",
     "QueueMap",
     "Queued",
-    "QueuesReport",
     "Series",
     "Snapshot",
     "StreamReport",

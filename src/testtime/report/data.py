@@ -1,4 +1,4 @@
-"""What a report is made from: plain data, checked before anything is drawn."""
+"""What a report is made from: plain data, held to fit together where it is made."""
 
 from __future__ import annotations
 
@@ -6,16 +6,22 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from testtime import metrics
-from testtime.report.words import plain
 from testtime.types import InputError
 
+T = TypeVar("T")
+
 PICTURE = re.compile(r"data:image/(jpeg|png|webp);base64,[A-Za-z0-9+/=]+")  # a picture inside the page
+
+
+def plain(values: Sequence[T]) -> list[T]:
+    """A list of plain values, from a tensor, an array or any sequence."""
+    return values.tolist() if hasattr(values, "tolist") else list(values)
 
 
 @dataclass(frozen=True)
@@ -31,14 +37,17 @@ class Curve:
     seconds: float  # for the whole stream
     note: str = ""  # settings in short
 
-    def right(self) -> Tensor:
-        """Which answers are right: (N,) bool."""
-        return torch.tensor(plain(self.correct), dtype=torch.bool)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "correct", plain(self.correct))
 
     @property
     def accuracy(self) -> float:
         """Share of right answers, 0 to 1."""
         return metrics.accuracy(right := self.right(), torch.ones_like(right))
+
+    def right(self) -> Tensor:
+        """Which answers are right: (N,) bool."""
+        return torch.tensor(self.correct, dtype=torch.bool)
 
     def running(self) -> list[float]:
         """Share of right answers up to and including each image, 0 to 1."""
@@ -55,6 +64,10 @@ class Answers:
     seconds: float = math.nan  # for the whole stream
     settings: Mapping[str, object] = field(default_factory=dict)
     brier: float | None = None  # 0 to 2; it needs every class's probability, so it is computed beforehand
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "predictions", plain(self.predictions))
+        object.__setattr__(self, "confidences", plain(self.confidences))
 
 
 class Queued(NamedTuple):
@@ -82,10 +95,14 @@ class QueueMap:
     text: str = ""  # how images were found, what is left out
 
     @property
+    def entries(self) -> list[Queued]:
+        """Those of all snapshots."""
+        return [entry for snapshot in self.snapshots for entry in snapshot.entries]
+
+    @property
     def placed(self) -> bool:
         """Whether there is something to draw, all of it with a place."""
-        entries = [entry for snapshot in self.snapshots for entry in snapshot.entries]
-        return bool(entries) and all(entry.x is not None and entry.y is not None for entry in entries)
+        return bool(self.entries) and all(entry.x is not None and entry.y is not None for entry in self.entries)
 
 
 @dataclass(frozen=True)
@@ -99,6 +116,13 @@ class Grid:
     ys: Sequence[object]
     values: Sequence[Sequence[float | None]]
 
+    def __post_init__(self) -> None:
+        shape = [len(row) for row in self.values]
+        if not self.xs or not self.ys or shape != [len(self.xs)] * len(self.ys):
+            raise InputError(
+                f"'{self.title}': rows of {shape} values, where {len(self.ys)} rows of {len(self.xs)} are needed."
+            )
+
 
 @dataclass(frozen=True)
 class Series:
@@ -108,6 +132,27 @@ class Series:
     x: str
     xs: Sequence[object]
     lines: Mapping[str, Sequence[float]]
+
+    def __post_init__(self) -> None:
+        if not self.lines or not self.xs:
+            raise InputError(f"'{self.title}' has no line, or no value of {self.x}, to draw.")
+        for name, values in self.lines.items():
+            if len(values) != len(self.xs):
+                raise InputError(f"'{self.title}': {len(values)} values of {name} for {len(self.xs)} of {self.x}.")
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of text; the first cell of each row is its heading."""
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def __post_init__(self) -> None:
+        for row in self.rows:
+            if len(row) != len(self.head):
+                raise InputError(f"'{self.title}': a row of {len(row)} cells under a head of {len(self.head)}.")
 
 
 @dataclass(frozen=True)
@@ -128,42 +173,19 @@ class StreamReport:
     names: Sequence[str] = ()  # of the images, in stream order
     thumbnails: Mapping[int, str] = field(default_factory=dict)  # place in the stream -> data URI
 
-
-class Table(NamedTuple):
-    """A table of text; the first cell of each row is its heading."""
-
-    title: str
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-
-
-@dataclass(frozen=True)
-class TablesReport:
-    """An experiment as tables and figures of its settings, without a stream of its own."""
-
-    title: str
-    subtitle: str
-    tables: Sequence[Table]
-    facts: Mapping[str, str]
-    text: str = ""
-    grids: Sequence[Grid] = ()
-    series: Sequence[Series] = ()
-
-
-@dataclass(frozen=True)
-class QueuesReport:
-    """What queues hold at some moments, without the stream that filled them: images are those held, numbered from 0."""
-
-    title: str
-    subtitle: str
-    tables: Sequence[Table]
-    queues: QueueMap
-    classnames: Sequence[str]
-    labels: Sequence[int]  # of the images held
-    facts: Mapping[str, str] = field(default_factory=dict)
-    text: str = ""
-    names: Sequence[str] = ()
-    thumbnails: Mapping[int, str] = field(default_factory=dict)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "labels", plain(self.labels))
+        check_curves(self.curves)
+        images = len(self.curves[0].correct)
+        if len(self.labels) != images:
+            raise InputError(f"'{self.title}': {len(self.labels)} labels for {images} images.")
+        names = [curve.name for curve in self.curves]
+        if self.answers and [answers.name for answers in self.answers] != names:
+            given = ", ".join(answers.name for answers in self.answers)
+            raise InputError(
+                f"'{self.title}': answers of {given}, where the curves are {', '.join(names)}; give the same."
+            )
+        _check_images(self, images)
 
 
 @dataclass(frozen=True)
@@ -179,6 +201,41 @@ class UnlabelledReport:
     queues: QueueMap | None = None
     names: Sequence[str] = ()
     thumbnails: Mapping[int, str] = field(default_factory=dict)
+    labels: ClassVar[None] = None
+
+    def __post_init__(self) -> None:
+        if not self.answers:
+            raise InputError(f"'{self.title}': a report needs answers, those of the baseline first.")
+        images = len(self.answers[0].predictions)
+        if not images:
+            raise InputError(f"'{self.title}' has no images; there is nothing to report.")
+        _check_images(self, images)
+
+
+@dataclass(frozen=True)
+class TablesReport:
+    """An experiment as tables, figures of its settings and what queues hold, without a stream of its own."""
+
+    title: str
+    subtitle: str
+    tables: Sequence[Table]
+    facts: Mapping[str, str]
+    text: str = ""
+    grids: Sequence[Grid] = ()
+    series: Sequence[Series] = ()
+    queues: QueueMap | None = None
+    classnames: Sequence[str] = ()
+    labels: Sequence[int] = ()  # of the images that the queues hold, which are numbered from 0
+    names: Sequence[str] = ()
+    thumbnails: Mapping[int, str] = field(default_factory=dict)
+    answers: ClassVar[Sequence[Answers]] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "labels", plain(self.labels))
+        _check_images(self, len(self.labels))
+
+
+Section = StreamReport | UnlabelledReport | TablesReport
 
 
 def check_curves(curves: Sequence[Curve]) -> None:
@@ -191,45 +248,24 @@ def check_curves(curves: Sequence[Curve]) -> None:
                 f"Curve '{curve.name}' has {len(curve.correct)} images, '{curves[0].name}' has "
                 f"{len(curves[0].correct)}; all must run over the same stream."
             )
-    if not len(curves[0].correct):
+    if not curves[0].correct:
         raise InputError(f"Curve '{curves[0].name}' has no images; there is nothing to report.")
 
 
-def check(report: StreamReport | TablesReport | QueuesReport | UnlabelledReport) -> None:
-    """Refuse a report whose parts do not fit together, naming the first that does not."""
-    if isinstance(report, StreamReport | TablesReport):
-        for grid in report.grids:
-            _check_grid(grid)
-        for series in report.series:
-            _check_series(series)
-    if isinstance(report, TablesReport | QueuesReport):
-        for table in report.tables:
-            _check_table(table)
-    if isinstance(report, TablesReport):
-        return
+def _check_images(report: Section, images: int) -> None:
+    """Refuse a report where something is said of an image or a class that is not there."""
     where, classes = f"'{report.title}'", len(report.classnames)
-    if isinstance(report, StreamReport):
-        check_curves(report.curves)
-        images = len(report.curves[0].correct)
-        labels = plain(report.labels)
-        if len(labels) != images:
-            raise InputError(f"{where}: {len(labels)} labels for {images} images.")
-        _in_range(labels, classes, f"{where}: label")
-        names = [curve.name for curve in report.curves]
-        if report.answers and [answers.name for answers in report.answers] != names:
-            given = ", ".join(answers.name for answers in report.answers)
-            raise InputError(f"{where}: answers of {given}, where the curves are {', '.join(names)}; give the same.")
-    elif isinstance(report, QueuesReport):
-        images = len(report.labels)
-        _in_range(plain(report.labels), classes, f"{where}: label")
-    else:
-        if not report.answers:
-            raise InputError(f"{where}: a report needs answers, those of the baseline first.")
-        images = len(report.answers[0].predictions)
-        if not images:
-            raise InputError(f"{where} has no images; there is nothing to report.")
-    for answers in () if isinstance(report, QueuesReport) else report.answers:
-        _check_answers(answers, images, classes, where)
+    _in_range(report.labels or (), classes, f"{where}: label")
+    for answers in report.answers:
+        if not len(answers.predictions) == len(answers.confidences) == images:
+            raise InputError(
+                f"{where}: {answers.name} has {len(answers.predictions)} answers and {len(answers.confidences)} "
+                f"confidences for {images} images."
+            )
+        _in_range(answers.predictions, classes, f"{where}: {answers.name} answers class")
+        wrong = next((value for value in answers.confidences if not 0 <= value <= 1.0001), None)
+        if wrong is not None:
+            raise InputError(f"{where}: {answers.name} has confidence {wrong}; a probability lies between 0 and 1.")
     if report.names and len(report.names) != images:
         raise InputError(f"{where}: {len(report.names)} image names for {images} images.")
     for image, picture in report.thumbnails.items():
@@ -237,45 +273,10 @@ def check(report: StreamReport | TablesReport | QueuesReport | UnlabelledReport)
             raise InputError(f"{where}: a thumbnail of image {image}, where there are {images} images.")
         if not PICTURE.fullmatch(picture):
             raise InputError(f"{where}: the thumbnail of image {image} is no base64 data URI of a JPEG, PNG or WebP.")
-    for snapshot in report.queues.snapshots if report.queues else ():
-        _in_range([entry.label for entry in snapshot.entries], classes, f"{where}: queue of class")
-        if any(not 0 <= entry.image < images for entry in snapshot.entries):
-            raise InputError(f"{where}: a queue holds an image that is not among the {images} of the stream.")
-
-
-def _check_answers(answers: Answers, images: int, classes: int, where: str) -> None:
-    predictions, confidences = plain(answers.predictions), plain(answers.confidences)
-    if not len(predictions) == len(confidences) == images:
-        raise InputError(
-            f"{where}: {answers.name} has {len(predictions)} answers and {len(confidences)} confidences "
-            f"for {images} images."
-        )
-    _in_range(predictions, classes, f"{where}: {answers.name} answers class")
-    wrong = next((value for value in confidences if not 0 <= value <= 1.0001), None)
-    if wrong is not None:
-        raise InputError(f"{where}: {answers.name} has confidence {wrong}; a probability lies between 0 and 1.")
-
-
-def _check_table(table: Table) -> None:
-    for row in table.rows:
-        if len(row) != len(table.head):
-            raise InputError(f"'{table.title}': a row of {len(row)} cells under a head of {len(table.head)}.")
-
-
-def _check_grid(grid: Grid) -> None:
-    shape = [len(row) for row in grid.values]
-    if not grid.xs or not grid.ys or shape != [len(grid.xs)] * len(grid.ys):
-        raise InputError(
-            f"'{grid.title}': rows of {shape} values, where {len(grid.ys)} rows of {len(grid.xs)} are needed."
-        )
-
-
-def _check_series(series: Series) -> None:
-    if not series.lines or not series.xs:
-        raise InputError(f"'{series.title}' has no line, or no value of {series.x}, to draw.")
-    for name, values in series.lines.items():
-        if len(values) != len(series.xs):
-            raise InputError(f"'{series.title}': {len(values)} values of {name} for {len(series.xs)} of {series.x}.")
+    entries = report.queues.entries if report.queues else []
+    _in_range([entry.label for entry in entries], classes, f"{where}: queue of class")
+    if any(not 0 <= entry.image < images for entry in entries):
+        raise InputError(f"{where}: a queue holds an image that is not among the {images} of the stream.")
 
 
 def _in_range(values: Sequence[int], classes: int, what: str) -> None:

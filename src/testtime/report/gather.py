@@ -19,10 +19,10 @@ from testtime import registry
 from testtime.encoding.store import Features
 from testtime.metrics import Accuracy, Brier, accuracy
 from testtime.ops import unit_views
-from testtime.report import pictures, unlabelled
+from testtime.report import changed_answers, thumbnails, unlabelled
 from testtime.report.data import Answers, Curve, Grid, QueueMap, Series, StreamReport, UnlabelledReport
+from testtime.report.formatting import count
 from testtime.report.queues import Moment, bank_of, need_tsne, queue_map
-from testtime.report.words import count
 from testtime.session.session import Session
 from testtime.steppers import sweep as sweeps
 from testtime.types import InputError, Method, StoredImage, Task
@@ -135,7 +135,7 @@ def scored(
         queues=queues,
         names=list(map(str, images)),
     )
-    righted, spoilt = pictures.righted_and_spoilt(report)
+    righted, spoilt = changed_answers.righted_and_spoilt(report)
     return replace(report, thumbnails=_thumbnails(images, [*righted, *spoilt], queues))
 
 
@@ -294,7 +294,7 @@ def _thumbnails(images: Sequence[Image], first: Sequence[int], queues: QueueMap 
         return {}
     held = [entry.image for moment in reversed(queues.snapshots if queues else ()) for entry in moment.entries]
     wanted = dict.fromkeys([*first, *held])
-    return pictures.make_thumbnails({place: images[place] for place in wanted})
+    return thumbnails.make_thumbnails({place: images[place] for place in wanted})
 
 
 def _note(runner: Runner) -> str:

@@ -49,7 +49,7 @@ class Tracer:
         self._cost = bank.cost.cpu()
 
 
-def bank_of(state: Any) -> Bank | None:
+def bank_of(state: object) -> Bank | None:
     """The first bank of a state: DPE's queues, TDA's positive cache; None where it has none."""
     parts = state if isinstance(state, tuple) else ()
     return next((part for part in parts if isinstance(part, Bank) and part.cost.shape[1]), None)
@@ -83,19 +83,21 @@ def queue_map(
     exact = total = older = 0
     for moment in moments:
         labels, slots = moment.bank.cost.cpu().isfinite().nonzero(as_tuple=True)
-        chosen = torch.tensor([label in kept for label in labels.tolist()], dtype=torch.bool)
+        chosen = torch.isin(labels, torch.tensor(kept, dtype=torch.long))
         if moment.places is not None:
             traced = moment.places[labels, slots] >= 0
             older = int((chosen & ~traced).sum())  # of the last moment
             chosen &= traced
         labels, slots = labels[chosen], slots[chosen]
         keys = moment.bank.keys.cpu()[labels, slots]
-        images, same = labels, labels.bool()
         if moment.places is not None:
-            images, same = moment.places[labels, slots], torch.ones_like(labels, dtype=torch.bool)
-        elif len(keys) and features is not None:
+            images = moment.places[labels, slots]
+        elif features is None:
+            raise ValueError("Moments that were not traced need the features of their images.")
+        else:
             images, same = sources(keys, features[: moment.images])
-        exact, total = exact + int(same.sum()), total + len(keys)
+            exact += int(same.sum())
+        total += len(keys)
         marks = [key.numpy().tobytes() for key in keys]
         found |= dict(zip(marks, keys, strict=True))
         held.append(list(zip(labels.tolist(), images.tolist(), marks, strict=True)))
@@ -106,13 +108,7 @@ def queue_map(
         Snapshot(moment.images, [Queued(label, image, *places.get(mark, ())) for label, image, mark in entries])
         for moment, entries in zip(moments, held, strict=True)
     ]
-    text = _text(exact, total, features is None) + _left_out(len(kept), left_out, older)
-    return QueueMap(method, snapshots, text + (f" The map's t-SNE has seed {seed}." if places else ""))
-
-
-def _text(exact: int, total: int, traced: bool) -> str:
-    """How the images of features were found."""
-    if traced:
+    if features is None:
         text = "Each feature is shown with the image that brought it."
     elif exact == total:
         text = "Each feature is that of one image, found by equality."
@@ -121,13 +117,11 @@ def _text(exact: int, total: int, traced: bool) -> str:
             "A feature is the mean of an image's confident views; the image shown with it is the one whose own feature "
             f"is nearest by cosine ({exact:,} of {total:,} are equal to it)."
         )
-    return text
-
-
-def _left_out(kept: int, left_out: int, older: int) -> str:
-    """What is not shown."""
-    text = f" Shown are the {kept:,} classes most often answered; {left_out:,} more are left out." if left_out else ""
-    return text + (f" {older:,} features from before this run are left out." if older else "")
+    if left_out:
+        text += f" Shown are the {len(kept):,} classes most often answered; {left_out:,} more are left out."
+    if older:
+        text += f" {older:,} features from before this run are left out."
+    return QueueMap(method, snapshots, text + (f" The map's t-SNE has seed {seed}." if places else ""))
 
 
 def need_tsne() -> Any:
@@ -149,17 +143,17 @@ def tsne(features: Tensor, seed: int) -> list[tuple[float, float]]:
     return [(round(float(x), 3), round(float(y), 3)) for x, y in places]
 
 
-def _shown_classes(moments: Sequence[Moment], answers: Sequence[int]) -> tuple[set[int], int]:
+def _shown_classes(moments: Sequence[Moment], answers: Sequence[int]) -> tuple[list[int], int]:
     """The classes whose queues are shown, most often answered first as long as there is room, and how many are not."""
-    size = sum(moment.bank.cost.cpu().isfinite().sum(1) for moment in moments)
-    sizes = size.tolist() if isinstance(size, Tensor) else []
+    sizes: Counter[int] = Counter()
+    for moment in moments:
+        sizes.update(moment.bank.cost.cpu().isfinite().nonzero()[:, 0].tolist())
     frequency = Counter(answers)
-    kept: set[int] = set()
+    kept: list[int] = []
     room = PLACED
-    holding = [label for label, number in enumerate(sizes) if number]
-    for label in sorted(holding, key=lambda c: (-frequency[c], c)):
-        if sizes[label] > room:
-            break
+    for label in sorted(sizes, key=lambda c: (-frequency[c], c)):
         room -= sizes[label]
-        kept.add(label)
-    return kept, len(holding) - len(kept)
+        if room < 0:
+            break
+        kept.append(label)
+    return kept, len(sizes) - len(kept)

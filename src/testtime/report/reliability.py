@@ -8,9 +8,10 @@ from typing import NamedTuple
 import torch
 
 from testtime.metrics import ExpectedCalibrationError, accuracy, macro_f1
+from testtime.report.chart import styles_of
 from testtime.report.data import Answers, StreamReport
-from testtime.report.plot import styles_of
-from testtime.report.words import as_table, plain, px, safe
+from testtime.report.formatting import px
+from testtime.report.markup import WIDE, Cell, as_table, safe, scrolling, table
 
 BINS = 15  # of equal width, the usual number
 SIDE, LEFT, TOP, FOOT = 200, 42, 10, 34  # pixels: of the square, before it, above it, and the bars of counts below
@@ -45,22 +46,27 @@ def figure(report: StreamReport, slots: Mapping[str, int]) -> str:
     """A diagram for each method, a table of scores, and the numbers behind the diagrams."""
     styles = styles_of([answers.name for answers in report.answers], slots)
     diagrams, rows, numbers = [], [], []
-    labels = torch.tensor(plain(report.labels))
+    labels = torch.tensor(report.labels)
     with_brier = any(answers.brier is not None for answers in report.answers)
     for answers, style in zip(report.answers, styles, strict=True):
-        predictions = torch.tensor(plain(answers.predictions))
-        confidences = torch.tensor(plain(answers.confidences), dtype=torch.float64)
+        predictions = torch.tensor(answers.predictions)
+        confidences = torch.tensor(answers.confidences, dtype=torch.float64)
         score = ExpectedCalibrationError(BINS).update_answers(confidences, predictions == labels)
         bins, error = reliability(score), score.compute()
         diagrams.append(
             f'<li><span class="name {style}">{safe(answers.name)}</span> <span class="soft">ECE {100 * error:.1f}'
             f"</span>{_diagram(answers, bins, error, style.removesuffix(' last'))}</li>"
         )
-        brier = "" if not with_brier else "<td>–</td>" if answers.brier is None else f"<td>{answers.brier:.3f}</td>"
+        brier = "–" if answers.brier is None else f"{answers.brier:.3f}"
         rows.append(
-            f'<tr><th scope="row"><span class="name {style}">{safe(answers.name)}</span></th>'
-            f'<td>{confidences.mean():.1%}</td><td class="wide">{accuracy(predictions, labels):.1%}</td>'
-            f"<td>{100 * error:.1f}</td>{brier}<td>{100 * macro_f1(predictions, labels):.1f}</td></tr>"
+            [
+                Cell(f'<span class="name {style}">{safe(answers.name)}</span>'),
+                f"{confidences.mean():.1%}",
+                Cell(f"{accuracy(predictions, labels):.1%}", WIDE),
+                f"{100 * error:.1f}",
+                *([brier] if with_brier else []),
+                f"{100 * macro_f1(predictions, labels):.1f}",
+            ]
         )
         numbers += [
             [
@@ -72,18 +78,16 @@ def figure(report: StreamReport, slots: Mapping[str, int]) -> str:
             for b in bins
             if b.images
         ]
-    scores = ["Mean confidence", "Accuracy", "ECE, points", *(["Brier"] if with_brier else []), "Macro-F1"]
+    brier_head = ["Brier"] if with_brier else []
     # on a phone there is no room for all, and accuracies stand elsewhere too
-    places = {"Accuracy": ' class="wide"'}
-    head = "".join(f'<th scope="col"{places.get(name, "")}>{name}</th>' for name in ("Method", *scores))
+    head = ["Method", "Mean confidence", Cell("Accuracy", WIDE), "ECE, points", *brier_head, "Macro-F1"]
     return (
         "<h3>Whether confidence can be trusted</h3>"
         f"<p>Answers in {BINS} bins by their confidence. A bar is the share that was right, the line across it their "
         "mean confidence: where both meet on the diagonal, confidence means what it says. Bars below count the images. "
         "ECE, the expected calibration error, is the mean distance, weighted by images.</p>"
         f'<figure><ul class="diagrams">{"".join(diagrams)}</ul></figure>'
-        f'<div class="scroll" tabindex="0"><table class="scores"><thead><tr>{head}</tr></thead>'
-        f"<tbody>{''.join(rows)}</tbody></table></div>"
+        + scrolling(table(head, rows, kind="scores"))
         + as_table(["Method and confidence", "Images", "Mean confidence", "Right"], numbers, "The bins as a table")
     )
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from testtime.report.changed_answers import ROW, by_confidence
+from testtime.report.chart import styles_of
 from testtime.report.data import UnlabelledReport
-from testtime.report.maps import queues
-from testtime.report.pictures import ROW, gallery, thumbnail
-from testtime.report.plot import styles_of
-from testtime.report.words import count, milliseconds, plain, safe
+from testtime.report.formatting import count, milliseconds
+from testtime.report.markup import Cell, card, folded, safe, scrolling, table
+from testtime.report.thumbnails import gallery, thumbnail
 
 MOVES = 15  # kinds of change listed
 EXAMPLES = 4  # pictures beside each
@@ -27,9 +28,8 @@ class Move(NamedTuple):
 
 def moves(report: UnlabelledReport) -> list[Move]:
     """What the last method answers where the baseline answers something else, most frequent first."""
-    before, after = (plain(report.answers[k].predictions) for k in (0, -1))
     groups: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for image, pair in enumerate(zip(before, after, strict=True)):
+    for image, pair in enumerate(zip(report.answers[0].predictions, report.answers[-1].predictions, strict=True)):
         if pair[0] != pair[1]:
             groups[pair].append(image)
     found = [Move(old, new, images) for (old, new), images in groups.items()]
@@ -38,8 +38,7 @@ def moves(report: UnlabelledReport) -> list[Move]:
 
 def confident(report: UnlabelledReport, most: int = ROW) -> tuple[list[int], list[int]]:
     """The images that the last method is surest of, and those it is least sure of."""
-    confidences = plain(report.answers[-1].confidences)
-    order = sorted(range(len(confidences)), key=lambda image: (-confidences[image], image))
+    order = by_confidence(report.answers[-1])
     return order[:most], order[: -most - 1 : -1]
 
 
@@ -50,23 +49,19 @@ def unlabelled_parts(report: UnlabelledReport, slots: Mapping[str, int], section
         _moves(report, section),
         _confident(report, section),
         _answered(report),
-        queues(report, section),
     ]
 
 
 def _cards(report: UnlabelledReport, slots: Mapping[str, int]) -> str:
-    baseline, cards = plain(report.answers[0].predictions), []
-    for index, (answers, style) in enumerate(
-        zip(report.answers, styles_of([a.name for a in report.answers], slots), strict=True)
-    ):
-        changed = sum(old != new for old, new in zip(baseline, plain(answers.predictions), strict=True))
-        confidence = sum(plain(answers.confidences)) / len(baseline)
-        time = milliseconds(answers.seconds, len(baseline))
-        big = f"{changed:,} <small>changed</small>" if index else f"{len(baseline):,} <small>images</small>"
-        cards.append(
-            f'<li class="card {style}"><span class="name">{safe(answers.name)}</span><span class="big">{big}</span>'
-            f'<span class="gain">mean confidence {confidence:.0%}, {time} ms per image</span></li>'
-        )
+    baseline, cards = report.answers[0].predictions, []
+    styles = styles_of([answers.name for answers in report.answers], slots)
+    for answers, style in zip(report.answers, styles, strict=True):
+        changed = sum(old != new for old, new in zip(baseline, answers.predictions, strict=True))
+        first = answers is report.answers[0]
+        big = f"{len(baseline):,} <small>images</small>" if first else f"{changed:,} <small>changed</small>"
+        confidence = sum(answers.confidences) / len(baseline)
+        below = f"mean confidence {confidence:.0%}, {milliseconds(answers.seconds, len(baseline))} ms per image"
+        cards.append(card(answers.name, style, big, below))
     return f'<ul class="cards">{"".join(cards)}</ul>'
 
 
@@ -78,29 +73,28 @@ def _moves(report: UnlabelledReport, section: int) -> str:
         return f"<h3>What changed</h3><p>{new} gives every image the answer of {old}.</p>"
     total = sum(len(move.images) for move in found)
     images = len(report.answers[0].predictions)
-    rows = "".join(
-        f'<tr><th scope="row">{safe(names[move.before])} → <b>{safe(names[move.after])}</b></th>'
-        f'<td>{len(move.images):,}</td><td class="pictures">'
-        f"{''.join(thumbnail(report, image, section) for image in move.images[:EXAMPLES])}</td></tr>"
-        for move in found[:MOVES]
-    )
+
+    def row(move: Move) -> list[object]:
+        pictures = "".join(thumbnail(report, image, section) for image in move.images[:EXAMPLES])
+        change = Cell(f"{safe(names[move.before])} → <b>{safe(names[move.after])}</b>")
+        return [change, f"{len(move.images):,}", Cell(pictures, ' class="pictures"')]
+
+    listed = table([Cell(f"{old} → {new}"), "Images", "Among them"], map(row, found[:MOVES]), kind="moves")
     rest = len(found) - MOVES
     more = f"<p>And {count(rest, 'rarer change')}.</p>" if rest > 0 else ""
     return (
         f"<h3>What changed</h3><p>{new} answers {total:,} of {count(images, 'image')} otherwise than {old}. "
-        "There are no labels, so this does not say which of the two is right.</p>"
-        f'<table class="moves"><thead><tr><th scope="col">{old} → {new}</th><th scope="col">Images</th>'
-        f'<th scope="col">Among them</th></tr></thead><tbody>{rows}</tbody></table>{more}'
+        f"There are no labels, so this does not say which of the two is right.</p>{listed}{more}"
     )
 
 
 def _confident(report: UnlabelledReport, section: int) -> str:
     last = report.answers[-1]
-    predictions, confidences = plain(last.predictions), plain(last.confidences)
 
     def shown(images: list[int]) -> str:
-        captions = [(i, f"<b>{safe(report.classnames[predictions[i]])}</b>{confidences[i]:.0%}") for i in images]
-        return gallery(report, captions, section)
+        names = [safe(report.classnames[last.predictions[image]]) for image in images]
+        captions = [f"<b>{name}</b>{last.confidences[i]:.0%}" for i, name in zip(images, names, strict=True)]
+        return gallery(report, zip(images, captions, strict=True), section)
 
     most, least = confident(report)
     return (
@@ -111,25 +105,13 @@ def _confident(report: UnlabelledReport, section: int) -> str:
 
 def _answered(report: UnlabelledReport) -> str:
     """How often each class is the answer, before and after."""
-    tallies = []
-    for answers in report.answers:
-        tally = [0] * len(report.classnames)
-        for prediction in plain(answers.predictions):
-            tally[prediction] += 1
-        tallies.append(tally)
-    order = sorted(range(len(report.classnames)), key=lambda c: (-tallies[-1][c], c))
-    head = "".join(f'<th scope="col">{safe(answers.name)}</th>' for answers in report.answers)
+    tallies = [Counter(answers.predictions) for answers in report.answers]
+    order = sorted(range(len(report.classnames)), key=lambda label: (-tallies[-1][label], label))
 
-    def row(label: int) -> str:
-        cells = "".join(f"<td>{tally[label]:,}</td>" for tally in tallies)
-        return f'<tr><th scope="row">{safe(report.classnames[label])}</th>{cells}</tr>'
-
-    def table(labels: list[int]) -> str:
-        return (
-            f'<div class="scroll" tabindex="0"><table><thead><tr><th scope="col">Class</th>{head}</tr></thead>'
-            f"<tbody>{''.join(map(row, labels))}</tbody></table></div>"
-        )
+    def listed(labels: Sequence[int]) -> str:
+        rows = [[report.classnames[label], *(f"{tally[label]:,}" for tally in tallies)] for label in labels]
+        return scrolling(table(["Class", *(answers.name for answers in report.answers)], rows))
 
     rest = order[ANSWERED:]
-    more = f"<details><summary>{count(len(rest), 'more class')}</summary>{table(rest)}</details>" if rest else ""
-    return f"<h3>How often each class is the answer</h3>{table(order[:ANSWERED])}{more}"
+    more = folded(count(len(rest), "more class"), listed(rest)) if rest else ""
+    return f"<h3>How often each class is the answer</h3>{listed(order[:ANSWERED])}{more}"

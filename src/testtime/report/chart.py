@@ -1,13 +1,15 @@
-"""What the charts share: a frame, tidy ticks, labels that keep apart, and a colour for each method."""
+"""What the line charts share: frame, axes, tidy ticks, labels that keep apart, and a colour for each method."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from testtime.report.words import px, safe
+from testtime.report.formatting import px, text_width
+from testtime.report.markup import safe
 
+NARROW = 520  # pixels; a chart that is less wide has fewer and shorter labels
 COLOURS = 6  # of the palette, besides the baseline's grey; later curves repeat them with dashes
 
 
@@ -27,6 +29,29 @@ class Frame(NamedTuple):
 
     def y(self, points: float) -> float:
         return self.bottom - (self.bottom - self.top) * (points - self.low) / (self.high - self.low)
+
+
+def frame_around(
+    ticks: Sequence[float], labels: Sequence[str], width: int, height: int, images: float, edge: int = 0, above: int = 0
+) -> Frame:
+    """The frame that leaves room for the ticks on its left, the labels on its right, and `above` for a heading."""
+    return Frame(
+        left=edge + 8 + max(text_width(f"{tick:g}%") for tick in ticks),
+        right=width - edge - 30 - max(map(text_width, labels)),
+        top=edge + above + 30,
+        bottom=height - edge - 46,
+        images=images,
+        low=ticks[0],
+        high=ticks[-1],
+    )
+
+
+def figure(draw: Callable[[int, int], str], height: int, narrow_height: int, caption: str) -> str:
+    """A chart drawn twice by width and height, for wide and for narrow screens: text keeps its size."""
+    return (
+        f'<figure><div class="plot wide">{draw(860, height)}</div>'
+        f'<div class="plot narrow">{draw(358, narrow_height)}</div><figcaption>{caption}</figcaption></figure>'
+    )
 
 
 def tidy_range(low: float, high: float, most: int) -> list[float]:

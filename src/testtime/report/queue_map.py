@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from testtime.report.data import Queued, QueueMap, QueuesReport, Snapshot, UnlabelledReport
-from testtime.report.pictures import Pictured, image_name, thumbnail
-from testtime.report.words import count, plain, px, safe, short, text_width
+from testtime.report.data import Queued, Section, Snapshot, TablesReport, UnlabelledReport
+from testtime.report.formatting import count, px, short, text_width
+from testtime.report.markup import folded, safe
+from testtime.report.thumbnails import image_name, thumbnail
 
 SIDE, EDGE = 420, 18  # pixels of a map, and around its points
 NAMED = 22  # most classes named on a map
@@ -15,17 +16,17 @@ LISTED = 20  # classes whose queue is listed before the rest is folded away
 RADIUS = 4.2
 
 
-def queues(report: Pictured, section: int) -> str:
+def queue_map(report: Section, section: int) -> str:
     """The maps of all snapshots side by side and the contents of the last one; nothing where there is no queue."""
     given = report.queues
-    if given is None or not any(snapshot.entries for snapshot in given.snapshots):
+    if given is None or not given.entries:
         return ""
-    heading = "Maps" if isinstance(report, QueuesReport) else f"What the queues of {safe(given.method)} hold"
+    heading = "Maps" if isinstance(report, TablesReport) else f"What the queues of {safe(given.method)} hold"
     parts = [f"<h3>{heading}</h3>"]
     if given.text:
         parts.append(f"<p>{safe(given.text)}</p>")
     if given.placed:
-        maps = "".join(f"<li>{_map(report, given, snapshot, section)}</li>" for snapshot in given.snapshots)
+        maps = "".join(f"<li>{_map(report, snapshot, given.entries, section)}</li>" for snapshot in given.snapshots)
         legend = "Each point is a feature in a queue, near to those it resembles (t-SNE, one map for all moments)."
         if not isinstance(report, UnlabelledReport):
             legend += " Blue discs are in the queue of their true class, orange diamonds in a wrong one."
@@ -35,48 +36,41 @@ def queues(report: Pictured, section: int) -> str:
     return "".join(parts)
 
 
-def contents(report: Pictured, snapshot: Snapshot, section: int) -> str:
+def contents(report: Section, snapshot: Snapshot, section: int) -> str:
     """What each class's queue holds, as pictures or numbers; many classes are folded away."""
-    held: dict[int, list[int]] = defaultdict(list)
-    for entry in snapshot.entries:
-        held[entry.label].append(entry.image)
-    labels = None if isinstance(report, UnlabelledReport) else plain(report.labels)
-
-    def row(label: int) -> str:
-        cells = []
-        for image in held[label]:
-            wrong = labels is not None and labels[image] != label
-            mark = f'<em title="it is {safe(report.classnames[labels[image]])}">wrong</em>' if labels and wrong else ""
-            cells.append(f'<span class="held">{thumbnail(report, image, section)}{mark}</span>')
-        return f"<div><dt>{safe(report.classnames[label])}</dt><dd>{''.join(cells)}</dd></div>"
-
-    rows = [row(label) for label in sorted(held)]
+    held: dict[int, str] = defaultdict(str)
+    for entry in sorted(snapshot.entries, key=lambda entry: entry.label):
+        truth = _true_class(report, entry)
+        mark = f'<em title="it is {safe(truth)}">wrong</em>' if truth is not None else ""
+        held[entry.label] += f'<span class="held">{thumbnail(report, entry.image, section)}{mark}</span>'
+    rows = [f"<div><dt>{safe(report.classnames[label])}</dt><dd>{cells}</dd></div>" for label, cells in held.items()]
     empty = len(report.classnames) - len(held)
     words = f"After {count(snapshot.images, 'image')}, by class, most confident first"
     words += f"; {count(empty, 'class')} without any" if empty else ""
-    first, rest = ("".join(part) for part in (rows[:LISTED], rows[LISTED:]))
-    more = f"<summary>{count(len(rows) - LISTED, 'more class')}</summary>"
-    folded = f'<details>{more}<dl class="queues">{rest}</dl></details>' if rest else ""
-    return f'<h4>{words}</h4><dl class="queues">{first}</dl>{folded}'
+    first, rest = (f'<dl class="queues">{"".join(part)}</dl>' for part in (rows[:LISTED], rows[LISTED:]))
+    more = len(rows) - LISTED
+    return f"<h4>{words}</h4>{first}" + (folded(count(more, "more class"), rest) if more > 0 else "")
 
 
-def _map(report: Pictured, queue_map: QueueMap, snapshot: Snapshot, section: int) -> str:
-    every = [entry for moment in queue_map.snapshots for entry in moment.entries]
-    xs, ys = ([float(getattr(entry, axis)) for entry in every] for axis in "xy")
-    span = max(max(xs) - min(xs), max(ys) - min(ys)) or 1.0
-    scale = (SIDE - 2 * EDGE) / span
+def _true_class(report: Section, entry: Queued) -> str | None:
+    """The name of the class that an image is of, where it is known and lies in the queue of another."""
+    truth = entry.label if report.labels is None else report.labels[entry.image]
+    return report.classnames[truth] if truth != entry.label else None
+
+
+def _map(report: Section, snapshot: Snapshot, every: Sequence[Queued], section: int) -> str:
+    """One snapshot, on the scale of `every` entry of all snapshots."""
+    room = SIDE - 2 * EDGE
+    ranges = [(min(values), max(values)) for values in zip(*((e.x or 0.0, e.y or 0.0) for e in every), strict=True)]
+    scale = room / (max(high - low for low, high in ranges) or 1.0)
     # the map is centred where it is not square
-    left = EDGE + (SIDE - 2 * EDGE - scale * (max(xs) - min(xs))) / 2 - scale * min(xs)
-    top = EDGE + (SIDE - 2 * EDGE - scale * (max(ys) - min(ys))) / 2 - scale * min(ys)
-    places = [(left + scale * float(e.x or 0), top + scale * float(e.y or 0)) for e in snapshot.entries]
-    labels = None if isinstance(report, UnlabelledReport) else plain(report.labels)
-    points, wrong = [], 0
-    for entry, (x, y) in zip(snapshot.entries, places, strict=True):
-        miss = labels is not None and labels[entry.image] != entry.label
-        wrong += miss
-        points.append(_point(report, entry, x, y, labels[entry.image] if labels and miss else None, section))
+    left, top = (EDGE + (room - scale * (high - low)) / 2 - scale * low for low, high in ranges)
+    places = [(left + scale * (e.x or 0.0), top + scale * (e.y or 0.0)) for e in snapshot.entries]
+    points = [_point(report, entry, *place, section) for entry, place in zip(snapshot.entries, places, strict=True)]
     words = f"After {count(snapshot.images, 'image')}: {len(places):,} features"
-    words += f", {wrong:,} in a wrong queue" if labels is not None else ""
+    if not isinstance(report, UnlabelledReport):
+        wrong = sum(_true_class(report, entry) is not None for entry in snapshot.entries)
+        words += f", {wrong:,} in a wrong queue"
     return (
         f'<span class="soft">{words}</span><div class="plot"><svg viewBox="0 0 {SIDE} {SIDE}" role="img" '
         f'class="chart map" data-map><title>Map of the queues</title><desc>{words}.</desc>'
@@ -85,10 +79,11 @@ def _map(report: Pictured, queue_map: QueueMap, snapshot: Snapshot, section: int
     )
 
 
-def _point(report: Pictured, entry: Queued, x: float, y: float, truth: int | None, section: int) -> str:
+def _point(report: Section, entry: Queued, x: float, y: float, section: int) -> str:
+    truth = _true_class(report, entry)
     said = [str(report.classnames[entry.label]), image_name(report, entry.image)]
     if truth is not None:
-        said.append(f"in truth {report.classnames[truth]}")
+        said.append(f"in truth {truth}")
     picture = f"t{section}-{entry.image}" if entry.image in report.thumbnails else ""
     data = f'data-x="{px(x)}" data-y="{px(y)}" data-label="{entry.label}" data-picture="{picture}"'
     data += f' data-said="{safe(chr(10).join(said))}"'

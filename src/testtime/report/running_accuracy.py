@@ -6,9 +6,10 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 
+from testtime.report import chart
 from testtime.report.data import Curve, StreamReport, check_curves
-from testtime.report.plot import Frame, end_labels, level_axis, slots_of, styles_of, tidy_range, upright_axis
-from testtime.report.words import as_table, part, px, safe, safe_characters, short, text_width
+from testtime.report.formatting import px, short
+from testtime.report.markup import as_table, asset, safe, safe_characters
 
 BURN_IN = 0.03, 50  # share of the stream, and least images, too noisy to set the range of the chart
 POINTS = 320  # most points drawn for a curve: about one for two pixels
@@ -35,69 +36,33 @@ def running_accuracy_svg(
     True
     """
     check_curves(curves)
-    slots = slots or slots_of(curve.name for curve in curves[1:])
-    return _chart(curves, width, height, standalone, title, slots)
-
-
-def figure(report: StreamReport, slots: Mapping[str, int]) -> str:
-    """The chart twice, for wide and for narrow screens (text keeps its size), and the same as a table."""
-    wide = running_accuracy_svg(report.curves, width=860, height=400, slots=slots)
-    narrow = running_accuracy_svg(report.curves, width=358, height=300, slots=slots)
-    images = len(report.labels)
-    seen = sorted({max(1, round(images * share / 10)) for share in range(1, 11)})
-    running = [curve.running() for curve in report.curves]
-    rows = [[f"{count:,}", *(f"{values[count - 1]:.1%}" for values in running)] for count in seen]
-    pale = burn_in(images)
-    first = f" The first {pale:,} are drawn pale and do not set the range." if pale > 1 else ""
-    return (
-        f'<figure><div class="plot wide">{wide}</div><div class="plot narrow">{narrow}</div>'
-        f"<figcaption>Share of right answers among the images seen so far.{first}</figcaption></figure>"
-        + as_table(["Images seen", *(curve.name for curve in report.curves)], rows)
-    )
-
-
-def burn_in(images: int) -> int:
-    """How many images, at the start, do not set the range of the chart."""
-    share, least = BURN_IN
-    return min(max(math.ceil(share * images), least), images // 4)
-
-
-def _chart(
-    curves: Sequence[Curve], width: int, height: int, standalone: bool, title: str, slots: Mapping[str, int]
-) -> str:
-    images, narrow = len(curves[0].correct), width < 520
+    slots = slots or chart.slots_of(curve.name for curve in curves[1:])
+    images, narrow = len(curves[0].correct), width < chart.NARROW
     running = [[100 * value for value in curve.running()] for curve in curves]  # in points
     burn = burn_in(images)
     late = [value for values in running for value in values[burn:]]
-    ticks = tidy_range(min(late), max(late), most=5 if narrow else 6)
+    ticks = chart.tidy_range(min(late), max(late), most=5 if narrow else 6)
     # the value follows the name after a NUL; on narrow pictures there is room for the name only
     labels = [short(safe_characters(curve.name), 14 if narrow else 20) for curve in curves]
     if not narrow:
         labels = [f"{label}\0{curve.accuracy:.1%}" for label, curve in zip(labels, curves, strict=True)]
     edge = 24 if standalone else 0
-    top = edge + (34 if standalone and title else 0) + 30
-    frame = Frame(
-        left=edge + 8 + max(text_width(f"{tick:g}%") for tick in ticks),
-        right=width - edge - 30 - max(text_width(label) for label in labels),
-        top=top,
-        bottom=height - edge - 46,
-        images=images,
-        low=ticks[0],
-        high=ticks[-1],
-    )
+    frame = chart.frame_around(ticks, labels, width, height, images, edge, above=34 if standalone and title else 0)
     parts = [f"<title>{safe(title or 'Accuracy so far against images seen')}</title>"]
     parts.append(f"<desc>{safe(_described(curves))}</desc>")
     if standalone:
-        parts.append(f"<style>{part('tokens.css')}{part('chart.css')}</style>")
+        parts.append(f"<style>{asset('tokens.css')}{asset('chart.css')}</style>")
         parts.append(f'<rect class="paper" width="{width}" height="{height}" rx="10"/>')
         if title:
             parts.append(f'<text class="heading" x="{edge}" y="{edge + 18}">{safe(title)}</text>')
-    parts += upright_axis(frame, ticks, edge, "Accuracy so far")
-    parts += level_axis(frame, {tick: f"{tick:,}" for tick in image_ticks(images, 4 if narrow else 8)}, "Images seen")
+    parts += chart.upright_axis(frame, ticks, edge, "Accuracy so far")
+    parts += chart.level_axis(
+        frame, {tick: f"{tick:,}" for tick in image_ticks(images, 4 if narrow else 8)}, "Images seen"
+    )
     seen = sampled(images)
-    style = styles_of([curve.name for curve in curves], slots)
+    style = chart.styles_of([curve.name for curve in curves], slots)
     parts += _lines(frame, running, seen, burn, style)
-    parts += end_labels(frame, [values[-1] for values in running], labels, style)
+    parts += chart.end_labels(frame, [values[-1] for values in running], labels, style)
     attributes = f'viewBox="0 0 {width} {height}" role="img" class="chart"'
     if standalone:
         attributes += f' width="{width}" height="{height}" xmlns="http://www.w3.org/2000/svg"'
@@ -108,6 +73,29 @@ def _chart(
         data = frame._asdict() | {"seen": seen, "curves": rows}
         attributes += f' data-chart="{safe(json.dumps(data, separators=(",", ":")))}"'
     return f"<svg {attributes}>\n" + "\n".join(parts) + "\n</svg>"
+
+
+def running_accuracy(report: StreamReport, slots: Mapping[str, int]) -> str:
+    """The chart, and the same as a table."""
+    images = len(report.labels)
+    pale = burn_in(images)
+    first = f" The first {pale:,} are drawn pale and do not set the range." if pale > 1 else ""
+    drawn = chart.figure(
+        lambda width, height: running_accuracy_svg(report.curves, width=width, height=height, slots=slots),
+        400,
+        300,
+        f"Share of right answers among the images seen so far.{first}",
+    )
+    seen = sorted({max(1, round(images * share / 10)) for share in range(1, 11)})
+    running = [curve.running() for curve in report.curves]
+    rows = [[f"{count:,}", *(f"{values[count - 1]:.1%}" for values in running)] for count in seen]
+    return drawn + as_table(["Images seen", *(curve.name for curve in report.curves)], rows)
+
+
+def burn_in(images: int) -> int:
+    """How many images, at the start, do not set the range of the chart."""
+    share, least = BURN_IN
+    return min(max(math.ceil(share * images), least), images // 4)
 
 
 def image_ticks(images: int, most: int) -> list[int]:
@@ -124,7 +112,7 @@ def sampled(images: int) -> list[int]:
 
 
 def _lines(
-    frame: Frame, running: Sequence[Sequence[float]], seen: Sequence[int], burn: int, style: Sequence[str]
+    frame: chart.Frame, running: Sequence[Sequence[float]], seen: Sequence[int], burn: int, style: Sequence[str]
 ) -> list[str]:
     """The curves, the burn-in pale and cut off where it leaves the range."""
     # a nested SVG clips without an id, which would have to differ from chart to chart

@@ -1,0 +1,85 @@
+"""HTML: escaping, tables, what folds and scrolls, and the style sheets and scripts that lie in files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from functools import cache
+from html import escape
+from importlib.resources import files
+from typing import NamedTuple
+
+WIDE = ' class="wide"'  # of cells that a phone has no room for
+
+
+class Cell(NamedTuple):
+    """A cell of a table that is HTML already; any other value is escaped."""
+
+    html: str
+    attributes: str = ""  # with a space before them
+
+
+Row = Sequence[object]  # of cells; the first is the row's heading
+
+
+def safe(text: object) -> str:
+    """Text for HTML and XML alike: markup escaped, characters that XML forbids replaced."""
+    return escape(safe_characters(str(text)))
+
+
+def safe_characters(text: str) -> str:
+    """Text without the characters that XML forbids."""
+    return re.sub("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", text)
+
+
+def table(head: Row, *bodies: Iterable[Row], kind: str = "", caption: str = "") -> str:
+    """A table of one or more groups of rows; `kind` is its class.
+
+    >>> table(["Class"], [["<cat>", Cell("<b>3</b>", ' class="best"')]]).partition("<tbody>")[2]
+    '<tr><th scope="row">&lt;cat&gt;</th><td class="best"><b>3</b></td></tr></tbody></table>'
+    """
+    attributes = f' class="{kind}"' if kind else ""
+    above = f"<caption>{safe(caption)}</caption>" if caption else ""
+    top = "".join(_cell("th", cell, ' scope="col"') for cell in head)
+    groups = "".join(f"<tbody>{''.join(map(_row, body))}</tbody>" for body in bodies)
+    return f"<table{attributes}>{above}<thead><tr>{top}</tr></thead>{groups}</table>"
+
+
+def _row(cells: Row) -> str:
+    first, *others = cells
+    heading = _cell("th", first, ' scope="row"')
+    return f"<tr>{heading}{''.join(_cell('td', cell) for cell in others)}</tr>"
+
+
+def _cell(tag: str, cell: object, scope: str = "") -> str:
+    html, attributes = cell if isinstance(cell, Cell) else (safe(cell), "")
+    return f"<{tag}{scope}{attributes}>{html}</{tag}>"
+
+
+def scrolling(content: str, kind: str = "") -> str:
+    """What scrolls inside the page where it is too wide."""
+    return f'<div class="scroll{kind and f" {kind}"}" tabindex="0">{content}</div>'
+
+
+def folded(summary: str, content: str) -> str:
+    """What a click on its summary opens."""
+    return f"<details><summary>{safe(summary)}</summary>{content}</details>"
+
+
+def as_table(head: Row, rows: Iterable[Row], summary: str = "The same as a table") -> str:
+    """Numbers behind a chart, folded away."""
+    return folded(summary, scrolling(table(head, rows)))
+
+
+def card(name: str, style: str, big: str, below: str) -> str:
+    """A method with its main number, `big`, and a line below it; both are HTML."""
+    return (
+        f'<li class="card {style}"><span class="name">{safe(name)}</span><span class="big">{big}</span>'
+        f'<span class="gain">{below}</span></li>'
+    )
+
+
+@cache
+def asset(name: str) -> str:
+    """A style sheet, a script or the frame of the page, from the package's data."""
+    return (files("testtime") / "report" / "assets" / name).read_text(encoding="utf-8")
