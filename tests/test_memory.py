@@ -5,7 +5,7 @@ import sys
 
 PROBE = """
 import torch
-from testtime.memory import Peak
+from testtime.machine.memory import Peak
 before = torch.ones(100_000_000)
 del before  # an earlier and higher peak
 with Peak() as peak:

@@ -21,7 +21,7 @@ SHARDS, IMAGES, VIEWS, DIM, CLASSES = 6, 100, 256, 1024, 5  # 105 MB in float32 
 PROGRAM = """
 import sys
 from testtime.features import Features
-from testtime.memory import Peak
+from testtime.machine.memory import Peak
 from testtime.replay import replay
 
 replay(Features(sys.argv[1]), "dpe", limit=64, keep_logits=False)

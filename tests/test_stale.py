@@ -218,7 +218,7 @@ def test_two_datasets_of_one_name_have_stores_of_their_own(tmp_path) -> None:
 
 def test_a_change_of_the_recipe_makes_everything_anew(cli, pets, tmp_path, monkeypatch, passes) -> None:
     score(cli, pets, tmp_path / "o")
-    for module in ("encode", "cells"):
+    for module in ("encoding.encode", "experiments.cells"):
         monkeypatch.setattr(f"testtime.{module}.RECIPE", 2)
     score(cli, pets, tmp_path / "o")
     assert sum(passes) == 24
