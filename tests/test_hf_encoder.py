@@ -21,7 +21,7 @@ from tolerances import assert_close
 from torch.nn.functional import normalize
 
 from testtime import InputError, MissingPart, Session, build_task, load_encoder
-from testtime.encoding.encoders import clip, hf, hub
+from testtime.encoding.encoders import base, clip, hf, hub
 from testtime.images.views import clean
 from testtime.text.contexts import build_context
 from testtime.text.coop import CoOpSettings, train
@@ -407,7 +407,7 @@ def test_lower_precision_gives_float32_unit_rows(family: tuple[str, Path], dtype
 def test_text_features_do_not_depend_on_the_batch(family: tuple[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     encoder = load_encoder(f"hf:{family[1]}")
     whole = encoder.encode_texts(TEXTS)
-    monkeypatch.setattr(hf, "TEXT_BATCH", 1)
+    monkeypatch.setattr(base, "TEXT_BATCH", 1)
     torch.testing.assert_close(encoder.encode_texts(TEXTS), whole)
 
 

@@ -24,3 +24,8 @@ def answers(address: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def first_line(problem: Exception) -> str:
+    """What a library says is wrong, in a line."""
+    return (str(problem).strip() or type(problem).__name__).splitlines()[0]
