@@ -7,19 +7,9 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from sampled import AugMixParameters, CropParameters, Operation, ViewParameters, entries
 
-from testtime.images.draw import (
-    CHAINS,
-    NAMES,
-    RATIO,
-    TRIES,
-    AugMixParameters,
-    CropParameters,
-    Operation,
-    ViewParameters,
-    draw,
-    entries,
-)
+from testtime.images.draw import CHAINS, NAMES, RATIO, TRIES, draw
 from testtime.types import InputError
 
 # The reference

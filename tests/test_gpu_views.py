@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from sampled import Operation
 from torch import Tensor
 
 from testtime.images import gpu_views as fast
 from testtime.images import views as plain
-from testtime.images.draw import NAMES, NOTHING, STEPS, Mixes, Operation, draw
+from testtime.images.draw import NAMES, NOTHING, STEPS, Mixes, draw
 from testtime.images.views import OPERATIONS
 from testtime.types import InputError, Preprocess
 

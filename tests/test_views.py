@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from sampled import ViewParameters, entries
 from torchvision import transforms
 from torchvision.transforms import functional
 
-from testtime.images.draw import NAMES, ViewParameters, draw, entries
+from testtime.images.draw import NAMES, draw
 from testtime.images.views import OPERATIONS, _affine, _augmix, _crop, _unit, clean, views
 from testtime.types import InputError, Preprocess
 
@@ -243,8 +245,8 @@ def test_augmix_equals_mixing_normalised_tensors() -> None:
 
 def test_augmix_that_keeps_everything_is_the_crop() -> None:
     view = photo(32, 32)
-    plan = sample_views((60, 45), 2, 32, seed=0, index=0, augmix=True)[0].augmix
-    assert torch.equal(_augmix(view, plan._replace(keep=1.0)), _unit(view))
+    mixes = replace(draw((60, 45), 2, 32, seed=0, index=0, augmix=True).mixes, keep=np.ones(1))
+    assert torch.equal(_augmix(view, mixes, 0), _unit(view))
 
 
 def test_operations_move_the_picture_and_fill_with_black() -> None:

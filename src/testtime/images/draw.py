@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -30,45 +29,13 @@ BOTH = 60  # numbers that a crop and its AugMix may need
 Array = np.ndarray
 
 
-class CropParameters(NamedTuple):
-    """A box of the image in pixels, and whether it is mirrored after it is resized."""
-
-    top: int
-    left: int
-    height: int
-    width: int
-    flip: bool
-
-
-class Operation(NamedTuple):
-    """One step of an AugMix chain: one of `NAMES` and how much of it."""
-
-    name: str
-    amount: float  # bits, degrees, a threshold, a slope or pixels, by name; signed where that means something
-
-
-class AugMixParameters(NamedTuple):
-    """The view becomes `keep * view + (1 - keep) * sum(weight * chain(view))`."""
-
-    chains: tuple[tuple[Operation, ...], ...]  # each of 1 to 3 operations
-    weights: tuple[float, ...]  # one per chain, summing to 1
-    keep: float
-
-
-class ViewParameters(NamedTuple):
-    """All that is random about one view."""
-
-    crop: CropParameters
-    augmix: AugMixParameters | None
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Mixes:
-    """AugMix of n views, as arrays."""
+    """AugMix of n views: each becomes `keep * view + (1 - keep) * sum(weight * chain(view))`."""
 
     operations: Array  # (n, CHAINS, STEPS) places in `NAMES`, or NOTHING
-    amounts: Array  # (n, CHAINS, STEPS)
-    weights: Array  # (n, CHAINS)
+    amounts: Array  # (n, CHAINS, STEPS) bits, degrees, a threshold, a slope or pixels, by name; maybe signed
+    weights: Array  # (n, CHAINS), summing to 1
     keep: Array  # (n,)
 
 
@@ -76,7 +43,7 @@ class Mixes:
 class Drawn:
     """All that is random about n views, as arrays."""
 
-    crops: Array  # (n, 5) whole numbers: top, left, height, width, flip
+    crops: Array  # (n, 5) whole numbers: top, left, height and width in pixels, and whether it is mirrored
     mixes: Mixes | None
 
     def __len__(self) -> int:
@@ -98,23 +65,6 @@ def draw(
     numbers = _numbers(count - 1, BOTH if augmix else CROP, seed, index)
     crops, used = _crops(extent, numbers, scale)
     return Drawn(crops, _mixes(size, numbers, used) if augmix else None)
-
-
-def entries(drawn: Drawn) -> list[ViewParameters]:
-    """The same draw, one entry for each view."""
-    crops = [CropParameters(top, left, h, w, flip > 0) for top, left, h, w, flip in drawn.crops.tolist()]
-    if drawn.mixes is None:
-        return [ViewParameters(crop, None) for crop in crops]
-    found = []
-    mixes = drawn.mixes
-    parts = (mixes.operations, mixes.amounts, mixes.weights, mixes.keep)
-    for crop, operations, amounts, weights, keep in zip(crops, *(part.tolist() for part in parts), strict=True):
-        chains = tuple(
-            tuple(Operation(NAMES[code], amount) for code, amount in zip(*chain, strict=True) if code != NOTHING)
-            for chain in zip(operations, amounts, strict=True)
-        )
-        found.append(ViewParameters(crop, AugMixParameters(chains, tuple(weights), keep)))
-    return found
 
 
 def _check(count: int, seed: int, index: int, scale: tuple[float, float]) -> None:

@@ -23,7 +23,7 @@ from PIL import Image
 from torch import Tensor
 
 from testtime.images import views as plain
-from testtime.images.draw import CHAINS, NAMES, NOTHING, STEPS, Drawn, Mixes, entries
+from testtime.images.draw import CHAINS, NAMES, NOTHING, STEPS, Drawn, Mixes
 from testtime.images.reading import MAX_PIXELS, seen
 from testtime.machine.capture import reason, warn_once
 from testtime.types import InputError, Preprocess
@@ -205,7 +205,7 @@ def _resample(picture: Tensor, weights: Tensor, columns: Tensor, out: Tensor) ->
 def _long_strip(picture: Tensor, sampled: Drawn, preprocess: Preprocess) -> Tensor:
     """Views (V, 3, size, size) in grey levels, by Pillow, of an image too long for matrices; AugMix left out."""
     image, size = Image.fromarray(picture.cpu().numpy()), preprocess.size
-    made = [plain._centre(image, preprocess), *(plain._crop(image, view.crop, size) for view in entries(sampled))]
+    made = [plain._centre(image, preprocess), *(plain._crop(image, box, size) for box in sampled.crops.tolist())]
     return torch.from_numpy(np.stack([np.array(view) for view in made])).permute(0, 3, 1, 2)
 
 

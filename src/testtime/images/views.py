@@ -6,14 +6,14 @@ can carry out the same draw.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from testtime.images.draw import AugMixParameters, CropParameters, draw, entries
+from testtime.images.draw import NAMES, NOTHING, Mixes, draw
 from testtime.images.reading import cut, seen
 from testtime.types import InputError, Preprocess
 
@@ -51,9 +51,9 @@ def views(
     drawn = draw(image.size, count, size, seed=seed, index=index, augmix=augmix, scale=scale)
     pixels = torch.empty(count, 3, size, size)
     pixels[0] = _unit(_centre(image, preprocess))
-    for row, parameters in enumerate(entries(drawn), start=1):
-        view = _crop(image, parameters.crop, size)
-        pixels[row] = _unit(view) if parameters.augmix is None else _augmix(view, parameters.augmix)
+    for row, box in enumerate(drawn.crops.tolist()):
+        view = _crop(image, box, size)
+        pixels[row + 1] = _unit(view) if drawn.mixes is None else _augmix(view, drawn.mixes, row)
     return _normalise(pixels, preprocess)
 
 
@@ -80,24 +80,26 @@ OPERATIONS: dict[str, Callable[[Image.Image, float], Image.Image]] = {
 }
 
 
-def _augmix(view: Image.Image, parameters: AugMixParameters) -> Tensor:
-    """The mixed view, in [0, 1] and not rounded to bytes: (3, size, size).
+def _augmix(view: Image.Image, mixes: Mixes, row: int) -> Tensor:
+    """The view mixed as a row of `mixes` says, in [0, 1] and not rounded to bytes: (3, size, size).
 
     The weights sum to 1, so normalising the mixture, once, is the same as mixing what is normalised.
     """
-    keep = parameters.keep
+    keep = mixes.keep[row].item()
     mixed = np.multiply(np.asarray(view), keep, dtype=np.float32)  # (size, size, 3), from 0 to 255
-    for weight, chain in zip(parameters.weights, parameters.chains, strict=True):
+    chains = (part[row].tolist() for part in (mixes.weights, mixes.operations, mixes.amounts))
+    for weight, operations, amounts in zip(*chains, strict=True):
         changed = view
-        for name, amount in chain:
-            changed = OPERATIONS[name](changed, amount)
+        for code, amount in zip(operations, amounts, strict=True):
+            if code != NOTHING:
+                changed = OPERATIONS[NAMES[code]](changed, amount)
         mixed += np.multiply(np.asarray(changed), (1 - keep) * weight, dtype=np.float32)
     return torch.from_numpy(mixed).permute(2, 0, 1).div_(255)
 
 
-def _crop(image: Image.Image, crop: CropParameters, size: int) -> Image.Image:
+def _crop(image: Image.Image, box: Sequence[int], size: int) -> Image.Image:
     """One random resized crop, bilinear whatever the model's own filter is, as torchvision's default."""
-    top, left, height, width, flip = crop
+    top, left, height, width, flip = box
     # not `resize(box=...)`: its filter would reach for pixels outside the box
     view = cut(image, (left, top, left + width, top + height)).resize((size, size), FILTERS["bilinear"])
     return view.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if flip else view
