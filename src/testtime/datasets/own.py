@@ -8,8 +8,7 @@ from typing import Any
 
 from testtime.datasets.dataset import Dataset, listed_images, number_labels, present, spaced, subfolders
 from testtime.datasets.imagenet import class_table
-from testtime.files import parse_json
-from testtime.files.regular import read_bytes
+from testtime.files import parse_json, read_bytes
 from testtime.images.reading import find_images
 from testtime.types import InputError
 

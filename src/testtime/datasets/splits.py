@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from testtime.datasets.dataset import Dataset, present, spaced, subfolders
-from testtime.files import parse_json
-from testtime.files.regular import read_bytes
+from testtime.files import parse_json, read_bytes
 from testtime.types import InputError
 
 SPLIT = "split_zhou_*.json"  # [path, label, class name] under train, val and test

@@ -1,4 +1,4 @@
-"""Files that are whole or not there: atomic writes, and safetensors with readable errors."""
+"""Files that are whole or not there: atomic writes, regular files read whole, safetensors with readable errors."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import json
 import math
 import os
 import secrets
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from errno import EINVAL, EISDIR
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -122,6 +124,34 @@ def _lock(path: Path, beside: Path, wait: bool) -> int:
             os.close(descriptor)
             raise
         os.close(descriptor)  # its last holder has removed it
+
+
+class NotRegular(OSError):
+    """A pipe, a socket or a device, which would be waited for."""
+
+
+def opened(path: str | os.PathLike[str]) -> BinaryIO:
+    """A file for reading. What is no regular file is an OSError at once; so is a folder."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    kind = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(kind):
+        return open(descriptor, "rb")
+    os.close(descriptor)
+    if stat.S_ISDIR(kind):
+        raise IsADirectoryError(EISDIR, os.strerror(EISDIR), path)
+    raise NotRegular(EINVAL, "it is a pipe or a device, and not a file", path)
+
+
+def read_bytes(path: str | os.PathLike[str], piped: bool = False) -> bytes:
+    """A regular file's bytes; a path that no file can have is an OSError too.
+
+    With `piped` a pipe that a shell has opened, as for `<(sort names.txt)`, is read to its end.
+    """
+    try:
+        with open(path, "rb") if piped and os.fspath(path).startswith("/dev/fd/") else opened(path) as file:
+            return file.read()
+    except ValueError:  # a NUL, or half a character
+        raise OSError(EINVAL, "no file can be called that", path) from None
 
 
 def parse_json(text: str | bytes, what: object, error: type[InputError] = InputError, kind: type = object) -> Any:

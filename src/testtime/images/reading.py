@@ -17,7 +17,7 @@ from typing import BinaryIO
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from testtime.files.regular import NotRegular, opened, read_bytes
+from testtime.files import NotRegular, opened, read_bytes
 from testtime.types import ImageError, InputError, StoredImage
 
 MAX_PIXELS = 200_000_000  # an image has no more, wherever it is from; a header can promise far more in a few bytes

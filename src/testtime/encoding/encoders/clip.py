@@ -30,8 +30,7 @@ from testtime.encoding import resnet, vit
 from testtime.encoding.compiled import COARSE, faithful
 from testtime.encoding.encoders.base import TwoTowers
 from testtime.encoding.encoders.hub import answers, first_line
-from testtime.files import parse_json, torchscript
-from testtime.files.regular import read_bytes
+from testtime.files import parse_json, read_bytes, torchscript
 from testtime.machine.lean_open_clip import open_clip, with_transformers
 from testtime.registry import unknown
 from testtime.text import contexts
