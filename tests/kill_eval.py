@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 import testtime.encoding.encoders.tiny
-import testtime.experiments  # imported before forking, as are the next
+import testtime.experiments.scores  # imported before forking, as are the next
 import testtime.methods.dpe
 from testtime.cli.app import main
 from testtime.steppers.sweep import sweep

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,19 +12,19 @@ from small_data import make_folders, make_textures
 import testtime as tt
 from testtime import load_encoder
 from testtime.datasets import open_dataset
-from testtime.experiments import EXPERIMENTS, Bench, System, markdown, recipes, report_parts, run_bench, run_systems
-from testtime.experiments import systems as benches
-from testtime.experiments.catalogue import TEXTS
+from testtime.experiments import cells, recipes
+from testtime.experiments.catalogue import EXPERIMENTS, TEXTS
 from testtime.experiments.cost import cost_lines, estimate, paper_columns
-from testtime.experiments.evaluate import Plan
-from testtime.experiments.queues import queues_page, run_queues, watch_queues
-from testtime.experiments.runner import SAME, find_columns, find_experiment
-from testtime.experiments.tables import sheets
+from testtime.experiments.plan import Plan
+from testtime.experiments.queues import watch_queues
+from testtime.experiments.run import find_columns, find_experiment, kept, page, run_experiment
+from testtime.experiments.scores import SAME
+from testtime.experiments.tables import markdown, remarks, report_parts, sheets
 from testtime.methods.dpe import DPE
 from testtime.types import InputError
 
-SYSTEMS = (System("zero-shot", "zeroshot"), System("ensemble", "zeroshot", "imagenet7"), System("DPE", "dpe"))
-ONE = [name for name, experiment in EXPERIMENTS.items() if not experiment.datasets]
+SYSTEMS = ["zero-shot", "ensemble", "DPE"]
+ONE = [name for name, experiment in EXPERIMENTS.items() if not experiment.datasets and experiment.measure == "scores"]
 
 
 @pytest.fixture(scope="module")
@@ -37,13 +38,7 @@ def folders(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def plan(folders, tmp_path, encoder) -> Bench:
-    lines: list[str] = []
-    return Bench(tmp_path / "runs", encoder, open_dataset(folders), report=lines.append)
-
-
-@pytest.fixture
-def experiment_plan(tmp_path, encoder) -> Plan:
+def plan(tmp_path, encoder) -> Plan:
     return Plan(tmp_path / "runs", encoder, report=lambda line: None)
 
 
@@ -84,47 +79,47 @@ def test_ablations_switch_off_what_their_rows_say(name) -> None:
 
 
 @pytest.mark.parametrize("name", ONE)
-def test_each_experiment_runs_on_a_folder_of_ones_own(name, folders, experiment_plan) -> None:
+def test_each_experiment_runs_on_a_folder_of_ones_own(name, folders, plan) -> None:
     dataset = open_dataset(folders)
-    result = run_bench(name, {"tiny": experiment_plan}, {"pets": dataset})
+    result = run_experiment(name, {"tiny": plan}, {"pets": dataset})
     ran = [row for row in result["rows"] if "accuracy" in row]
     assert len(result["rows"]) == len(EXPERIMENTS[name].rows) and len(ran) >= 4
     assert all(row["images"] == 9 for row in ran)
     for row in result["rows"]:
         assert row["published"] is None or row["published_for"] == "imagenet, RN50"
-    page = markdown(result)
-    assert page.startswith(f"# {EXPERIMENTS[name].title}") and "Text on pets" in page
+    shown = markdown(result["title"], sheets(result), remarks(result))
+    assert shown.startswith(f"# {EXPERIMENTS[name].title}") and "Text on pets" in shown
     assert json.loads(json.dumps(result)) == result
 
 
-def test_experiments_share_features_and_cells(folders, experiment_plan, monkeypatch) -> None:
+def test_experiments_share_features_and_cells(folders, plan, monkeypatch) -> None:
     columns = {"pets": open_dataset(folders)}
-    first = run_bench("losses", {"tiny": experiment_plan}, columns)
-    cells = experiment_plan.folder / "cells"
+    first = run_experiment("losses", {"tiny": plan}, columns)
+    cells = plan.folder / "cells"
     count = len(list(cells.iterdir()))
-    monkeypatch.setattr(type(experiment_plan.encoder), "encode_images", None)
-    again = run_bench("losses", {"tiny": experiment_plan}, columns)
+    monkeypatch.setattr(type(plan.encoder), "encode_images", None)
+    again = run_experiment("losses", {"tiny": plan}, columns)
     assert again == first and len(list(cells.iterdir())) == count
-    run_bench("steps", {"tiny": experiment_plan}, columns)
+    run_experiment("steps", {"tiny": plan}, columns)
     assert len(list(cells.iterdir())) == count + 4  # one step is plain DPE, which is there
-    assert len(list((experiment_plan.folder / "stores").iterdir())) == 1
+    assert len(list((plan.folder / "stores").iterdir())) == 1
 
 
-def test_only_the_rows_asked_for_run(folders, experiment_plan) -> None:
-    result = run_bench("steps", {"tiny": experiment_plan}, {"pets": open_dataset(folders)}, ["2"])
+def test_only_the_rows_asked_for_run(folders, plan) -> None:
+    result = run_experiment("steps", {"tiny": plan}, {"pets": open_dataset(folders)}, ["2"])
     assert [row["row"] for row in result["rows"]] == ["2"]
     with pytest.raises(InputError, match="Unknown row '9'"):
-        run_bench("steps", {"tiny": experiment_plan}, {"pets": open_dataset(folders)}, ["9"])
+        run_experiment("steps", {"tiny": plan}, {"pets": open_dataset(folders)}, ["9"])
 
 
-def test_descriptions_fill_the_rows_that_need_them(folders, experiment_plan, tmp_path) -> None:
+def test_descriptions_fill_the_rows_that_need_them(folders, plan, tmp_path) -> None:
     file = tmp_path / "d.json"
     file.write_text(json.dumps({name: [f"the {name} has a tail", "fur"] for name in ("cat", "dog", "fox")}))
     columns = {"pets": open_dataset(folders)}
-    without = run_bench("text-only", {"tiny": experiment_plan}, columns)["rows"]
+    without = run_experiment("text-only", {"tiny": plan}, columns)["rows"]
     assert sum("not run" in row for row in without) == 3
-    plan = Plan(experiment_plan.folder, experiment_plan.encoder, descriptions=file, report=print)
-    rows = run_bench("text-only", {"tiny": plan}, columns)["rows"]
+    described = replace(plan, descriptions=file)
+    rows = run_experiment("text-only", {"tiny": described}, columns)["rows"]
     assert all("accuracy" in row for row in rows)
     assert rows[2]["text"]["templates"] == [] and rows[2]["text"]["descriptions"]
 
@@ -132,43 +127,41 @@ def test_descriptions_fill_the_rows_that_need_them(folders, experiment_plan, tmp
 # published beside measured
 
 
-def test_published_numbers_are_ours_only_for_the_same_dataset_backbone_and_images(
-    tmp_path, experiment_plan, monkeypatch
-) -> None:
+def test_published_numbers_are_ours_only_for_the_same_dataset_backbone_and_images(tmp_path, plan, monkeypatch) -> None:
     make_folders(tmp_path / "sets" / "oxford_pets", [f"pet {n}" for n in range(37)], images=1)
     dataset = open_dataset(tmp_path / "sets" / "oxford_pets")
     keep = ["CLIP", "DPE"]
-    rows = run_bench("cross", {"tiny": experiment_plan}, {"oxford-pets": dataset}, keep)["rows"]
+    rows = run_experiment("cross", {"tiny": plan}, {"oxford-pets": dataset}, keep)["rows"]
     assert [row["published_for"] for row in rows] == ["oxford-pets, RN50"] * 2  # another backbone
     assert [row["published"] for row in rows] == [83.57, 85.97]
     monkeypatch.setitem(recipes.BACKBONES, "tiny", "ViT-B/16")
-    rows = run_bench("cross", {"tiny": experiment_plan}, {"oxford-pets": dataset}, keep)["rows"]
+    rows = run_experiment("cross", {"tiny": plan}, {"oxford-pets": dataset}, keep)["rows"]
     assert [row["published"] for row in rows] == [88.25, 91.14]
     assert [row["published_for"] for row in rows] == ["oxford-pets, ViT-B/16"] * 2  # 37 images, and not 3,669
     small = recipes.recipe("oxford-pets").benchmark._replace(images=37)
     monkeypatch.setattr("testtime.experiments.recipes.benchmark", lambda name: small)
-    rows = run_bench("cross", {"tiny": experiment_plan}, {"oxford-pets": dataset}, keep)["rows"]
+    rows = run_experiment("cross", {"tiny": plan}, {"oxford-pets": dataset}, keep)["rows"]
     assert [row["published_for"] for row in rows] == [SAME] * 2
 
 
-def test_a_table_of_benchmarks_says_what_is_missing(tmp_path, experiment_plan) -> None:
+def test_a_table_of_benchmarks_says_what_is_missing(tmp_path, plan) -> None:
     columns = find_columns(find_experiment("cross"), make_textures(tmp_path / "sets"))
     assert len(columns) == 10 and isinstance(columns["eurosat"], str)
-    result = run_bench("cross", {"tiny": experiment_plan, "other": "no weights"}, columns, ["CLIP", "DPE", "DiffTPT"])
+    result = run_experiment("cross", {"tiny": plan, "other": "no weights"}, columns, ["CLIP", "DPE", "DiffTPT"])
     ran = [(row["encoder"], row["column"]) for row in result["rows"] if "accuracy" in row]
     assert ran == [("tiny", "dtd")] * 2
     first, second = sheets(result)
     assert first.header == ["method", *columns, "average"]
     assert first.rows[0][4].endswith("(40.37)") and not first.rows[0][4].startswith("-")
     assert first.rows[0][-1] == "- (55.82)" and second.rows[0][4] == "- (40.37)"
-    page = markdown(result)
-    assert "EuroSAT is not in" in page and "no weights" in page and "diffusion" in page
+    below = "\n".join(remarks(result))
+    assert "EuroSAT is not in" in below and "no weights" in below and "diffusion" in below
 
 
-def test_the_published_spread_and_the_mean_of_all_datasets_are_shown(tmp_path, experiment_plan) -> None:
+def test_the_published_spread_and_the_mean_of_all_datasets_are_shown(tmp_path, plan) -> None:
     make_folders(tmp_path / "own", images=2)
     columns = {name: open_dataset(tmp_path / "own") for name in EXPERIMENTS["ood"].datasets}
-    result = run_bench("ood", {"tiny": experiment_plan}, columns, ["CLIP"])
+    result = run_experiment("ood", {"tiny": plan}, columns, ["CLIP"])
     line = sheets(result)[0].rows[0]
     accuracy = f"{100 * result['rows'][0]['accuracy']:.2f}"
     assert line[-2:] == [f"{accuracy} (44.18)", f"{accuracy} (40.69)"]
@@ -177,16 +170,16 @@ def test_the_published_spread_and_the_mean_of_all_datasets_are_shown(tmp_path, e
 # figures
 
 
-def test_two_axes_make_a_grid_and_one_makes_a_line_for_each_setting(folders, experiment_plan) -> None:
+def test_two_axes_make_a_grid_and_one_makes_a_line_for_each_setting(folders, plan) -> None:
     columns = {"pets": open_dataset(folders)}
-    grid = report_parts(run_bench("tau-queue", {"tiny": experiment_plan}, columns))["grids"][0]
+    grid = report_parts(run_experiment("tau-queue", {"tiny": plan}, columns))["grids"][0]
     assert grid.keys() == {"title", "x", "xs", "y", "ys", "values"}
     assert grid["xs"] == [1, 2, 3, 4, 5, 6, 7] and grid["ys"][0] == 0.0
     assert len(grid["values"]) == 6 and all(len(row) == 7 and None not in row for row in grid["values"])
-    series = report_parts(run_bench("alpha-beta", {"tiny": experiment_plan}, columns))["series"]
+    series = report_parts(run_experiment("alpha-beta", {"tiny": plan}, columns))["series"]
     assert [part["x"] for part in series] == ["alpha", "beta"] and series[0]["xs"] == [2.5, 4.0, 5.0, 6.0, 7.5, 10.0]
     assert series[0]["lines"]["published"][3] == pytest.approx(0.6341)
-    assert report_parts(run_bench("losses", {"tiny": experiment_plan}, columns)) == {"grids": [], "series": []}
+    assert report_parts(run_experiment("losses", {"tiny": plan}, columns)) == {"grids": [], "series": []}
 
 
 def test_queues_are_traced_to_the_images_that_fill_them() -> None:
@@ -197,9 +190,9 @@ def test_queues_are_traced_to_the_images_that_fill_them() -> None:
         assert int(held.places.max()) < held.images and len(held.places.unique()) == len(held.places)
 
 
-def test_the_map_of_queues_has_a_place_for_every_feature(tmp_path, experiment_plan, monkeypatch) -> None:
+def test_the_map_of_queues_has_a_place_for_every_feature(tmp_path, plan, monkeypatch) -> None:
     dataset = open_dataset(make_folders(tmp_path / "more", images=6))
-    result = run_queues(experiment_plan, dataset, [6, 18])
+    result = run_experiment("tsne", {"tiny": plan}, {"more": dataset}, None, [6, 18])
     assert [moment["images"] for moment in result["moments"]] == [6, 18]
     for moment, places in zip(result["moments"], result["maps"], strict=True):
         assert len(places) == moment["features"] and 0 <= moment["purity"] <= 1
@@ -207,60 +200,60 @@ def test_the_map_of_queues_has_a_place_for_every_feature(tmp_path, experiment_pl
     stayed = early.keys() & late.keys()
     assert stayed and all(early[image] == late[image] for image in stayed)
     monkeypatch.setattr("testtime.experiments.queues.watch_queues", None)
-    assert run_queues(experiment_plan, dataset, [6, 18]) == result
+    assert run_experiment("tsne", {"tiny": plan}, {"more": dataset}, None, [6, 18]) == result
     with pytest.raises(InputError, match="from 1 to 18"):
-        run_queues(experiment_plan, dataset, [19])
+        run_experiment("tsne", {"tiny": plan}, {"more": dataset}, None, [19])
 
 
-def test_the_page_of_queues_shows_each_moment_with_its_images(tmp_path, experiment_plan) -> None:
+def test_the_page_of_queues_shows_each_moment_with_its_images(tmp_path, plan) -> None:
     folder = make_folders(tmp_path / "more", images=6)
     (folder / "cat" / "2.png").write_bytes(b"no image")  # the store is one image shorter than the dataset
     dataset = open_dataset(folder)
-    result = run_queues(experiment_plan, dataset, [6, 17])
+    result = run_experiment("tsne", {"tiny": plan}, {"more": dataset}, None, [6, 17])
     for moment, entries in zip(result["moments"], result["maps"], strict=True):
         right = [dataset.labels[entry["row"]] == entry["class"] for entry in entries]
         assert sum(right) / len(right) == pytest.approx(moment["purity"])
-    page = queues_page(result, dataset, "testtime bench tsne more")
-    assert page.count("data-map>") == 2 and "After 6 images" in page and "After 17 images" in page
-    assert page.count('class="point') == sum(map(len, result["maps"]))
-    assert "data:image/jpeg;base64," in page and "testtime bench tsne more" in page and "in a wrong queue" in page
+    shown = page(result, {"more": dataset}, "testtime bench tsne more")
+    assert shown.count("data-map>") == 2 and "After 6 images" in shown and "After 17 images" in shown
+    assert shown.count('class="point') == sum(map(len, result["maps"]))
+    assert "data:image/jpeg;base64," in shown and "testtime bench tsne more" in shown and "in a wrong queue" in shown
 
 
-def test_a_page_of_many_features_shows_the_classes_that_the_seed_chose(tmp_path, experiment_plan, monkeypatch) -> None:
+def test_a_page_of_many_features_shows_the_classes_that_the_seed_chose(tmp_path, plan, monkeypatch) -> None:
     dataset = open_dataset(make_folders(tmp_path / "more", images=6))
-    result = run_queues(experiment_plan, dataset, [6, 18])
+    result = run_experiment("tsne", {"tiny": plan}, {"more": dataset}, None, [6, 18])
     result["maps"][1][0]["class"] = result["maps"][1][1]["class"] = 2
     result["coloured"] = [2]
     monkeypatch.setattr("testtime.experiments.queues.PLACED", 10)
-    page = queues_page(result, dataset)
+    found = page(result, {"more": dataset})
     shown = [entry for entries in result["maps"] for entry in entries if entry["class"] == 2]
-    assert 2 <= len(shown) == page.count('class="point') < sum(map(len, result["maps"]))
-    assert "Shown is 1 class, chosen by the seed" in page
+    assert 2 <= len(shown) == found.count('class="point') < sum(map(len, result["maps"]))
+    assert "Shown is 1 class, chosen by the seed" in found
 
 
-def test_too_few_features_make_no_map(tmp_path, experiment_plan) -> None:
+def test_too_few_features_make_no_map(tmp_path, plan) -> None:
     dataset = open_dataset(make_folders(tmp_path / "more", images=6))
     with pytest.raises(InputError, match="1 feature on a map.*--after"):
-        run_queues(experiment_plan, dataset, [1])
+        run_experiment("tsne", {"tiny": plan}, {"more": dataset}, None, [1])
 
 
 # cost
 
 
-def test_a_dry_run_counts_what_is_still_to_do(folders, experiment_plan) -> None:
+def test_a_dry_run_counts_what_is_still_to_do(folders, plan) -> None:
     experiment, columns = find_experiment("losses"), {"pets": open_dataset(folders)}
-    before = estimate(experiment, {"tiny": experiment_plan}, columns)[0]
+    before = estimate(experiment, {"tiny": plan}, columns)[0]
     assert (before.images, before.passes, before.cells) == (9, 9, 4)
     assert before.gigabytes == pytest.approx(9 * 32 * 2 / 1e9) and before.encoding_hours and before.running_hours
-    assert not experiment_plan.folder.exists()
-    run_bench("losses", {"tiny": experiment_plan}, columns, ["both"])
-    after = estimate(experiment, {"tiny": experiment_plan}, columns)[0]
+    assert not plan.folder.exists()
+    run_experiment("losses", {"tiny": plan}, columns, ["both"])
+    after = estimate(experiment, {"tiny": plan}, columns)[0]
     assert (after.passes, after.cells, after.encoding_hours) == (0, 3, 0)
 
 
-def test_a_dry_run_knows_the_size_of_benchmarks_that_are_not_here(experiment_plan) -> None:
+def test_a_dry_run_knows_the_size_of_benchmarks_that_are_not_here(plan) -> None:
     experiment = find_experiment("openclip-l14")
-    costs = estimate(experiment, {"tiny": experiment_plan, "large": "no weights"}, paper_columns(experiment))
+    costs = estimate(experiment, {"tiny": plan, "large": "no weights"}, paper_columns(experiment))
     imagenet = costs[0]
     # 64 views for CLIP and DPE, one more store of one view for TDA
     assert (imagenet.images, imagenet.passes, imagenet.cells) == (50000, 50000 * 65, 3)
@@ -268,7 +261,7 @@ def test_a_dry_run_knows_the_size_of_benchmarks_that_are_not_here(experiment_pla
     assert costs[5].why == "no weights" and costs[5].gigabytes is None and costs[5].passes == imagenet.passes
     lines = cost_lines(costs)
     assert lines[-1][0] == "all" and lines[-1][4] == "?" and len(lines) == 12
-    with_tower = estimate(find_experiment("efficiency"), {"tiny": experiment_plan}, {"dtd": "not given"})[0]
+    with_tower = estimate(find_experiment("efficiency"), {"tiny": plan}, {"dtd": "not given"})[0]
     assert with_tower.running_hours
 
 
@@ -287,10 +280,14 @@ def test_the_command_prints_writes_and_explains(folders, tmp_path, capsys) -> No
     assert json.loads(capsys.readouterr().out) == json.loads((tmp_path / "o" / "losses.json").read_text())
     assert command("bench", "losses", folders, *common, "--dry-run") == 0
     assert "hours" in capsys.readouterr().out
+    for other in ("systems", "tsne"):
+        assert command("bench", other, folders, *common, "--dry-run", "--json") == 0
+        assert json.loads(capsys.readouterr().out)[0]["cells"] == {"systems": 11, "tsne": 1}[other]  # DPE is there
     assert command("bench", "ood", "--encoder", "tiny", "--dry-run", "--json") == 0
     assert json.loads(capsys.readouterr().out)[0]["images"] == 50000
     assert command("bench", "tsne", folders, *common, "--after", "4,9") == 0
-    assert "| 9 |" in capsys.readouterr().out and "After 9 images" in (tmp_path / "o" / "tsne.html").read_text()
+    assert "│ 9 " in capsys.readouterr().out
+    assert "After 9 images" in (tmp_path / "o" / "tsne.html").read_text()
     assert command("bench", "tsne", folders, *common, "--after", "4,9", "--json") == 0
     assert json.loads(capsys.readouterr().out)["moments"][1]["images"] == 9
 
@@ -308,7 +305,7 @@ def test_the_command_prints_writes_and_explains(folders, tmp_path, capsys) -> No
         (["losses", "SETS/pets", "--limit", "-1"], "--limit -1"),
         (["systems", "SETS/pets", "--views", "0"], "--views 0"),
         (["systems", "SETS/pets", "--row", "dpee"], "Did you mean 'dpe'"),
-        (["systems", "SETS/pets", "--dry-run"], "--dry-run"),
+        (["losses", "SETS/pets", "--after", "3"], "--after"),
     ],
 )
 def test_what_cannot_run_is_exit_code_two(arguments, message, tmp_path, capsys) -> None:
@@ -330,8 +327,8 @@ def test_encoders_that_cannot_be_loaded_leave_a_reason_in_every_row(tmp_path, ca
     assert command("bench", "losses", tmp_path / "dtd", "--out", tmp_path / "o") == 2
 
 
-def test_rows_with_learned_prompts_ask_for_them(folders, experiment_plan) -> None:
-    result = run_bench("coop", {"tiny": experiment_plan}, {"imagenet": open_dataset(folders)})
+def test_rows_with_learned_prompts_ask_for_them(folders, plan) -> None:
+    result = run_experiment("coop", {"tiny": plan}, {"imagenet": open_dataset(folders)})
     assert all("--prompts FILE" in row["not run"] or "diffusion" in row["not run"] for row in result["rows"])
     assert result["rows"][-1]["published"] == 64.86 and result["rows"][-1]["published_spread"] == 0.18
 
@@ -339,96 +336,116 @@ def test_rows_with_learned_prompts_ask_for_them(folders, experiment_plan) -> Non
 # every system
 
 
-def test_every_system_gets_a_row_with_accuracy_time_and_memory(plan) -> None:
-    rows = run_systems(plan, SYSTEMS)
-    assert [row["system"] for row in rows] == ["zero-shot", "ensemble", "DPE"]
+@pytest.fixture
+def systems(plan, folders):
+    """The table of systems, of the rows asked for."""
+    columns = {"pets": open_dataset(folders)}
+
+    def run(keep: list[str] | None, plan: Plan = plan) -> list[dict]:
+        return run_experiment("systems", {"tiny": plan}, columns, keep)["rows"]
+
+    return run
+
+
+def test_every_system_gets_a_row_with_accuracy_time_and_memory(systems) -> None:
+    rows = systems(SYSTEMS)
+    assert [row["row"] for row in rows] == SYSTEMS
     for row in rows:
         assert 0 <= row["accuracy"] <= 1 and row["milliseconds"] > 0 and row["images"] == 9
+        assert row["loading_seconds"] >= 0 and row["peak_megabytes"] >= 0
     assert rows[2]["state_megabytes"] > rows[0]["state_megabytes"] == 0
 
 
-def test_an_oracle_is_a_row_of_its_own_that_says_so(plan) -> None:
-    systems = (System("DMN-ZS", "dmn"), System("DMN-ZS (oracle)", "dmn", oracle=True))
-    honest, oracle = run_systems(plan, systems)
-    assert set(systems) < set(benches.SYSTEMS)
-    assert honest["method"] == "dmn" and "oracle" not in honest
+def test_systems_have_the_same_prompts_in_every_table() -> None:
+    whole = {row.published or row.label: row for row in EXPERIMENTS["systems"].rows}
+    for name in ("ood", "cross", "coop", "openclip-l14"):
+        for row in EXPERIMENTS[name].rows:
+            assert (row.method, row.text) == whole[row.label][1:2] + (whole[row.label].text,)
+
+
+def test_an_oracle_is_a_row_of_its_own_that_says_so_and_runs_only_when_asked_for(systems) -> None:
+    honest, oracle = systems(["DMN-ZS", "DMN-ZS (oracle)"])
+    assert "oracle" not in honest
     assert oracle["method"] == "dmn (oracle: fusion weight chosen with test labels)" and oracle["oracle"] is True
-    assert oracle["settings"]["fusion_memory"] == oracle["weight"]
-    assert oracle["accuracy"] == max(oracle["accuracy_by_weight"].values())
-    assert oracle["accuracy_by_weight"]["1"] == honest["accuracy"]
+    assert oracle["settings"]["fusion_memory"] == oracle["weight"]["1"]
+    assert oracle["accuracy"] == max(oracle["accuracy_by_weight"]["1"].values())
+    assert oracle["accuracy_by_weight"]["1"]["1"] == honest["accuracy"]
+    unasked = next(row for row in kept(EXPERIMENTS["systems"], None) if row.oracle)
+    assert "test labels" in unasked.invalid and "--row 'DMN-ZS (oracle)'" in unasked.invalid
 
 
-def test_finished_cells_and_shards_are_not_done_again(plan, monkeypatch) -> None:
-    first = run_systems(plan, SYSTEMS[:2])
+def test_finished_cells_and_shards_are_not_done_again(systems, plan, monkeypatch) -> None:
+    first = systems(SYSTEMS[:2])
 
     def broken(*arguments: object, **settings: object) -> None:
         raise AssertionError("done again")
 
     monkeypatch.setattr(type(plan.encoder), "encode_images", broken)
     ran: list[str] = []
-    real = benches._run
-    monkeypatch.setattr(benches, "_run", lambda *a: (ran.append(a[2].name), real(*a))[1])
-    again = run_systems(plan, SYSTEMS)
-    assert again[:2] == first and ran == ["DPE"]
+    real = cells._measured
+    monkeypatch.setattr(cells, "_measured", lambda *a: (ran.append(a[1].name), real(*a))[1])
+    again = systems(SYSTEMS)
+    assert again[:2] == first and ran == ["dpe"]
 
 
-def test_an_interrupted_bench_ends_with_the_same_rows(plan, tmp_path, monkeypatch) -> None:
-    real = benches._run
+def test_an_interrupted_bench_ends_with_the_same_rows(systems, plan, tmp_path, monkeypatch) -> None:
+    real = cells._measured
 
-    def interrupted(bench: Bench, store: object, system: System, prompts: Path | None) -> dict:
-        if system.name == "DPE":
+    def interrupted(task: object, method: DPE, *rest: object) -> object:
+        if method.name == "dpe":
             raise KeyboardInterrupt
-        return real(bench, store, system, prompts)
+        return real(task, method, *rest)
 
-    monkeypatch.setattr(benches, "_run", interrupted)
+    monkeypatch.setattr(cells, "_measured", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        run_systems(plan, SYSTEMS)
-    monkeypatch.setattr(benches, "_run", real)
-    resumed = run_systems(plan, SYSTEMS)
-    whole = run_systems(plan._replace(folder=tmp_path / "whole"), SYSTEMS)
+        systems(SYSTEMS)
+    monkeypatch.setattr(cells, "_measured", real)
+    resumed = systems(SYSTEMS)
+    whole = systems(SYSTEMS, replace(plan, folder=tmp_path / "whole"))
     assert [row["accuracy"] for row in resumed] == [row["accuracy"] for row in whole]
 
 
-def test_a_system_that_cannot_run_says_what_it_needs_and_is_tried_again(plan) -> None:
-    row = run_systems(plan, (System("CoOp", "zeroshot", coop=True),))[0]
-    assert "--prompts" in row["skipped"]
-    assert not (plan.folder / "systems" / "coop.json").exists()
+def test_a_system_that_cannot_run_says_what_it_needs_and_is_tried_again(systems, plan) -> None:
+    (row,) = systems(["CoOp"])
+    assert "--prompts" in row["not run"]
+    assert not (plan.folder / "cells").exists()
 
 
-def test_a_limit_encodes_so_many_images_and_no_more(plan, monkeypatch) -> None:
+def test_a_limit_encodes_so_many_images_and_no_more(systems, plan, folders, monkeypatch) -> None:
     encoded: list[int] = []
     kind = type(plan.encoder)
     real = kind.encode_images
     monkeypatch.setattr(kind, "encode_images", lambda e, pixels: (encoded.append(len(pixels)), real(e, pixels))[1])
-    rows = run_systems(plan._replace(limit=4), SYSTEMS)
+    few = replace(plan, limit=4)
+    rows = systems(SYSTEMS, few)
     assert sum(encoded) == 4 and {row["images"] for row in rows} == {4}
-    run_bench("losses", {"tiny": Plan(plan.folder, plan.encoder, limit=4, report=print)}, {"pets": plan.dataset})
+    run_experiment("losses", {"tiny": few}, {"pets": open_dataset(folders)})
     assert sum(encoded) == 4  # the same images
 
 
-def test_another_bench_in_the_same_folder_is_refused(plan) -> None:
-    run_systems(plan, SYSTEMS[:1])
-    with pytest.raises(InputError, match="seed 1, this one is of 2"):
-        run_systems(plan._replace(seed=2), SYSTEMS[:1])
+def test_another_bench_in_the_same_folder_has_cells_of_its_own(systems, plan) -> None:
+    first = systems(["DPE"])
+    other = systems(["DPE"], replace(plan, seeds=(2,)))
+    assert first[0]["accuracies"].keys() == {"1"} and other[0]["accuracies"].keys() == {"2"}
+    assert len(list((plan.folder / "cells").iterdir())) == 2 and systems(["DPE"]) == first
 
 
-def test_the_command_prints_a_table_of_systems_and_json(folders, tmp_path, capsys, monkeypatch) -> None:
-    systems = (*SYSTEMS, System("CoOp", "zeroshot", coop=True))
-    monkeypatch.setattr(benches, "run_systems", lambda plan, all_, prompts=None: run_systems(plan, systems, prompts))
+def test_the_command_prints_a_table_of_systems_and_json(folders, tmp_path, capsys) -> None:
     arguments = ["bench", "systems", folders, "--encoder", "tiny", "--out", tmp_path / "b"]
+    asked = [part for name in (*SYSTEMS, "CoOp") for part in ("--row", name)]
     for extra in ([], ["--json"]):
-        assert command(*arguments, *extra) == 0
+        assert command(*arguments, *asked, *extra) == 0
         text = capsys.readouterr().out
         if extra:
-            assert [row["system"] for row in json.loads(text)["rows"]] == ["zero-shot", "ensemble", "DPE", "CoOp"]
+            assert [row["row"] for row in json.loads(text)["rows"]] == ["zero-shot", "ensemble", "CoOp", "DPE"]
         else:
-            assert "DPE" in text and "%" in text and "not run" in text
+            assert "DPE" in text and "peak MB" in text and "not run" in text
+    assert "peak MB" in (tmp_path / "b" / "systems.md").read_text() and (tmp_path / "b" / "systems.html").exists()
 
 
-def test_systems_are_found_by_name_however_it_is_written() -> None:
-    from testtime.experiments.systems import SYSTEMS, named
-
-    assert [system.name for system in named(["dpe+coop", "Zero-Shot"])] == ["DPE + CoOp", "zero-shot"]
-    assert named(None) == list(SYSTEMS)
+def test_rows_are_found_by_name_however_it_is_written() -> None:
+    experiment = EXPERIMENTS["systems"]
+    assert [row.label for row in kept(experiment, ["dpe+coop", "Zero-Shot"])] == ["zero-shot", "DPE + CoOp"]
+    assert len(kept(experiment, None)) == len(experiment.rows)
     with pytest.raises(InputError, match="Did you mean 'tda'"):
-        named(["tdaa"])
+        kept(experiment, ["tdaa"])

@@ -11,7 +11,8 @@ import testtime as tt
 from testtime import load_encoder
 from testtime.datasets import open_dataset
 from testtime.experiments import cells
-from testtime.experiments.cells import Cell, Lab, Text, run_cells
+from testtime.experiments.cells import run_cells
+from testtime.experiments.lab import Cell, Lab, Text
 from testtime.methods.dpe import DPE
 from testtime.methods.tda import TDA
 from testtime.methods.tpt import TPT
@@ -51,10 +52,10 @@ def test_results_hold_no_times_and_times_lie_apart(lab) -> None:
     run_cells(lab, [Cell(ZeroShot())])
     record = json.loads(lab.path(Cell(ZeroShot())).read_text())
     assert not {"seconds", "machine", "torch"} & record.keys()
-    note = cells.timing(lab, lab.path(Cell(ZeroShot())).stem)
+    note = lab.noted(lab.path(Cell(ZeroShot())).stem)
     assert note is not None and note["seconds"] > 0 and note["together"] == 1
-    assert cells.timing(lab, f"encode-{lab.store_path(ViewPlan(), 1).name}")["images"] == 12
-    assert cells.timing(lab, "nothing") is None
+    assert lab.noted(f"encode-{lab.store_path(ViewPlan(), 1).name}")["images"] == 12
+    assert lab.noted("nothing") is None
 
 
 def test_whatever_a_result_depends_on_makes_another_cell(lab, tmp_path) -> None:
@@ -131,8 +132,19 @@ def test_cells_that_fit_no_memory_together_run_in_parts(lab, monkeypatch) -> Non
     monkeypatch.setattr(cells, "LOGITS", 2 * 4 * 12 * 3)
     many = [Cell(DPE(alpha=float(a))) for a in range(5)]
     run_cells(lab, many)
-    run_cells(lab, [Cell(DPE(beta=float(b))) for b in range(2)], alone=True)
-    assert counts == [2, 2, 1, 1, 1]
+    assert counts == [2, 2, 1]
+
+
+def test_cells_that_run_alone_have_costs_of_their_own(lab, monkeypatch) -> None:
+    grid = [Cell(DPE(beta=float(b))) for b in range(2)]
+    together = run_cells(lab, grid)
+    assert cells.costs(lab, grid[0])["peak_megabytes"] is None  # which a run beside others cannot tell
+    monkeypatch.setattr(cells, "sweep", None)
+    assert run_cells(lab, grid, alone=True) == together
+    found = cells.costs(lab, grid[0])
+    assert found["milliseconds"] > 0 and found["state_megabytes"] > 0 and found["peak_megabytes"] >= 0
+    monkeypatch.setattr(cells, "Session", None)
+    assert run_cells(lab, grid, alone=True) == together and cells.costs(lab, grid[0]) == found
 
 
 def test_a_damaged_cell_and_a_missing_file_are_named(lab, tmp_path) -> None:

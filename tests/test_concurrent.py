@@ -18,8 +18,8 @@ from testtime.files import locked
 # a command that writes down how many views it has encoded, and stops after so many for as long as a file is there
 HELD = """
 import os, sys, time
-from testtime.cli import main
-from testtime.encoders.clip import OpenClip
+from testtime.cli.app import main
+from testtime.encoding.encoders.clip import OpenClip
 
 folder, most, whole = sys.argv[1], int(sys.argv[2]), OpenClip.encode_images
 

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from testtime.datasets import labels_among, open_dataset, read_folders, read_split
-from testtime.experiments.evaluate import find_dataset
+from testtime.experiments.plan import find_dataset
 from testtime.types import InputError
 
 

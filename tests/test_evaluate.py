@@ -12,8 +12,10 @@ from small_data import make_folders, make_textures
 
 from testtime import load_encoder
 from testtime.datasets import Dataset, open_dataset
-from testtime.experiments.evaluate import Plan, described, evaluate, find_dataset, markdown, summary
+from testtime.experiments.plan import Plan, find_dataset
 from testtime.experiments.recipes import recipe
+from testtime.experiments.scores import evaluate, summary
+from testtime.experiments.tables import described, evaluation_markdown
 from testtime.types import InputError, UnknownName, ViewPlan
 
 
@@ -50,7 +52,7 @@ def test_rows_have_mean_and_spread_over_seeds(plan, pets) -> None:
         assert len(values) == 3 and row["accuracy"] == pytest.approx(sum(values) / 3)
     assert result["rows"][0]["spread"] == 0  # the frozen classifier does not mind the order
     assert result["rows"][2]["settings"]["align_both"] and result["rows"][2]["settings"]["alpha"] == 6
-    page = markdown(result)
+    page = evaluation_markdown(result)
     assert "| pets | dpe |" in page and "Text on pets: 'a photo of a {}.'." in page
 
 

@@ -19,7 +19,8 @@ import numpy as np, torch
 from PIL import Image
 sys.path.insert(0, sys.argv[1])
 from test_gpu_views import AMOUNTS, photo, raw
-from testtime.images import gpu_pixels as pixels, gpu_views as fast, views as plain
+from testtime.images import views as plain
+from testtime.images import gpu_pixels as pixels, gpu_views as fast
 from testtime.images.draw import NAMES, NOTHING, Mixes, draw
 from testtime.images.views import OPERATIONS
 

@@ -48,14 +48,19 @@ def test_one_pass_gives_what_a_run_with_each_weight_gives(path):
 
 
 def test_the_best_weight_wins_and_of_equals_the_smallest():
-    correct = torch.tensor([1, 5, 2, 9, 9, *[0] * 8])
-    said = oracle.described(oracle.Parts(), correct, 10)
-    assert said["weight"] == 0.03 and said["accuracy_by_weight"]["0.03"] == 0.9
+    text = torch.tensor([[0.6, 0.4]] * 4)
+    memory = torch.tensor(
+        [[0.4, 0.6]] * 2 + [[0.0, 1.0]] * 2
+    )  # the first two need a weight above 1, the others above 0.2
+    logits, said = oracle.Oracle().chosen(torch.cat([text, memory], 1), torch.tensor([0, 0, 1, 1]))
+    assert said["weight"] == 0.3 and said["accuracy_by_weight"]["0.3"] == said["accuracy_by_weight"]["1"] == 1
+    assert said["accuracy_by_weight"]["0.1"] == said["accuracy_by_weight"]["3"] == 0.5
+    assert torch.equal(logits, text + 0.3 * memory)
 
 
 def test_step_and_scan_of_the_parts_agree():
     task, stream, _ = toy(images=20, views=3)
-    parts = oracle.Parts()
+    parts = oracle.Oracle()
     scores, _ = parts.scan(task, parts.init(task), stream)
     state = parts.init(task)
     for views, expected in zip(stream, scores, strict=True):
@@ -90,10 +95,10 @@ def test_the_plain_method_is_no_oracle(cli, path, tmp_path):
 def test_only_dmn_has_one_and_only_with_labels(cli, path, tmp_path):
     refused = cli("replay", path, "--method", "tda", "--oracle")
     assert refused.code == 2 and "Only the method 'dmn' has an oracle, not 'tda'" in refused.err
-    with pytest.raises(InputError, match="not 'dmn'"):
-        oracle.parts_of(oracle.Parts())  # an oracle of an oracle
+    with pytest.raises(InputError, match="not 'dmn .oracle"):
+        oracle.oracle_of(oracle.Oracle())  # an oracle of an oracle
     with pytest.raises(InputError, match="not 'tda'"):
-        oracle.parts_of(TDA())
+        oracle.oracle_of(TDA())
     task, stream, _ = toy(images=5)
     bare = save_features(tmp_path / "bare.safetensors", stream, task.text)
     refused = cli("replay", bare, "--method", "dmn", "--oracle")

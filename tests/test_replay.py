@@ -20,9 +20,9 @@ SHARDS, IMAGES, VIEWS, DIM, CLASSES = 6, 100, 256, 1024, 5  # 105 MB in float32 
 # how much the peak rises over what is resident once one chunk has gone through every part that is loaded late
 PROGRAM = """
 import sys
-from testtime.features import Features
+from testtime.encoding.store import Features
 from testtime.machine.memory import Peak
-from testtime.replay import replay
+from testtime.session.replay import replay
 
 replay(Features(sys.argv[1]), "dpe", limit=64, keep_logits=False)
 with Peak() as peak:

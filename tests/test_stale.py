@@ -25,8 +25,10 @@ from testtime.datasets.shards import TarImage
 from testtime.datasets.tables import TableImage
 from testtime.encoding import encode as encoding
 from testtime.encoding.store import save_features
-from testtime.experiments import Bench, System, run_systems
-from testtime.experiments.cells import Cell, Lab, run_cells
+from testtime.experiments.cells import run_cells
+from testtime.experiments.lab import Cell, Lab
+from testtime.experiments.plan import Plan
+from testtime.experiments.run import run_experiment
 from testtime.files import write_tensors
 from testtime.files.identity import identity, weights
 from testtime.files.outputs import distinct
@@ -218,7 +220,7 @@ def test_two_datasets_of_one_name_have_stores_of_their_own(tmp_path) -> None:
 
 def test_a_change_of_the_recipe_makes_everything_anew(cli, pets, tmp_path, monkeypatch, passes) -> None:
     score(cli, pets, tmp_path / "o")
-    for module in ("encoding.encode", "experiments.cells"):
+    for module in ("encoding.encode", "experiments.lab"):
         monkeypatch.setattr(f"testtime.{module}.RECIPE", 2)
     score(cli, pets, tmp_path / "o")
     assert sum(passes) == 24
@@ -250,17 +252,16 @@ def test_a_long_name_is_no_fault(cli, tmp_path) -> None:
 
 
 def test_systems_run_again_on_what_has_changed(pets, tmp_path, passes) -> None:
-    systems = (System("zero-shot", "zeroshot"),)
-
     def run() -> list[str]:
         lines: list[str] = []
-        run_systems(Bench(tmp_path / "o", load_encoder("tiny"), open_dataset(pets), report=lines.append), systems)
+        plan = Plan(tmp_path / "o", load_encoder("tiny"), report=lines.append)
+        run_experiment("systems", {"tiny": plan}, {"pets": open_dataset(pets)}, ["zero-shot"])
         return lines
 
-    run()
-    assert "zero-shot: done before" in run() and sum(passes) == 12
+    assert "pets: 1 of 1 cells to run" in run()
+    assert not run() and sum(passes) == 12
     replaced(pets / "fox" / "0.png")
-    assert "zero-shot: done before" not in run() and sum(passes) == 24
+    assert "pets: 1 of 1 cells to run" in run() and sum(passes) == 24
 
 
 # encode

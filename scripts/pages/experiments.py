@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from pages import table
-from testtime.experiments import EXPERIMENTS, SYSTEMS, recipes
+from testtime.experiments import recipes
+from testtime.experiments.catalogue import EXPERIMENTS, SYSTEMS, TEXTS
 from testtime.experiments.recipes import Published
 
 # settings of a recipe by method, and how the table heads them
@@ -19,13 +20,12 @@ def experiments() -> str:
     for name, entry in EXPERIMENTS.items():
         where = f"[{entry.table}](#{_anchor(entry.table)})" if entry.table else ""
         rows.append([f"`{name}`", entry.title, where, " ".join([f"{len(entry.rows)} rows.", entry.note]).strip()])
-    rows.append(["`tsne`", "What the queues hold, early and late", "", ""])
     return table(["name", "what it shows", "published in", ""], rows) + "\n"
 
 
 def systems() -> str:
     """Every system that `bench systems` runs."""
-    rows = [[s.name, f"`{s.method}`", "learned (`--prompts`)" if s.coop else f"`{s.templates}`"] for s in SYSTEMS]
+    rows = [[row.label, f"`{row.method}`", TEXTS[row.text]] for row in SYSTEMS if not row.invalid]
     return table(["system", "method", "prompts"], rows) + "\n"
 
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from testtime.experiments.systems import SYSTEMS
+from testtime.experiments.catalogue import SYSTEMS
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 FILES = ("h200-commands.json", "h200-parts.json")  # a stage is told from the first with it
@@ -22,7 +22,7 @@ TITLES = {
     "rn50": "From an image to its prediction, RN50",
     "released": "The way of the released code, ViT-B/16, views made before",
 }
-ORDER = [system.name for system in SYSTEMS]
+ORDER = [row.label for row in SYSTEMS if not row.invalid]
 SKIPPED = ("seconds to prepare", "difference", "classes alike", "least cosine", "bytes of a file")
 
 

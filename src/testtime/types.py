@@ -266,7 +266,9 @@ class Method(Protocol):
     `scan`, `learned`, `probabilities` and `check`.
     """
 
-    name: str
+    @property
+    def name(self) -> str:
+        """What it goes by."""
 
     def init(self, task: Task) -> Any:
         """The state before the first image: a NamedTuple of tensors of fixed shape."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -18,6 +18,12 @@ from testtime.cli.options import Device, EncoderName, Templates, encoder_of, fla
 from testtime.cli.terminal import note, out, percent
 from testtime.errors import InputError
 from testtime.machine.interrupts import told
+
+if TYPE_CHECKING:
+    from testtime.datasets import Dataset
+    from testtime.experiments.catalogue import Experiment
+    from testtime.experiments.plan import Plan, Plans
+    from testtime.types import Encoder
 
 app = typer.Typer()
 WIDE = 240  # characters of a line in a pipe
@@ -86,32 +92,23 @@ def eval_(
     Views are encoded once and kept in --out; every method then runs over them. results.json and results.md there
     hold no times: the same command gives the same bytes, however often it was interrupted.
     """
-    from testtime.experiments.evaluate import evaluate, find_dataset, markdown, write_results
+    from testtime.experiments.plan import find_dataset
+    from testtime.experiments.run import write_results
+    from testtime.experiments.scores import evaluate
+    from testtime.experiments.tables import evaluation_markdown
     from testtime.files import check_folder
 
     datasets = [find_dataset(what, root) for what in data]
     _check_out(output, "results", data, encoder, descriptions, learned)
-    for line in (line for dataset in datasets for line in dataset.notes):
-        note(f"note: {line}")
+    _tell_notes(datasets)
     check_folder(output)
     with told(lambda: _stopped(output)):
         plan = _plan(
-            encoder,
-            output,
-            seeds,
-            track,
-            protocol,
-            views,
-            augmix,
-            template,
-            descriptions,
-            learned,
-            limit,
-            shard,
-            device,
-        )
+            encoder_of(encoder, device), output, seeds=seeds, track=track, protocol=protocol, views=views,
+            augmix=augmix, template=template, descriptions=descriptions, learned=learned, limit=limit, shard=shard,
+        )  # fmt: skip
         result = evaluate(plan, datasets, [name.strip() for name in methods.split(",") if name.strip()])
-        write_results(output, "results", result, markdown(result))
+        write_results(output, "results", result, evaluation_markdown(result))
     if as_json:
         print(json.dumps(result))
         return
@@ -160,23 +157,56 @@ def bench(
 
     Experiments over one folder given as --out share its features; NAME.json, NAME.md and NAME.html appear there too.
     """
-    from testtime.experiments import EXPERIMENTS
+    from testtime.experiments.catalogue import EXPERIMENTS
 
     if name == "list":
-        lines = [[key, entry.title] for key, entry in EXPERIMENTS.items()]
-        lines += [["tsne", "What the queues hold, early and late"], ["systems", "Every system: accuracy, time, memory"]]
-        _print("", ["name", "what it shows"], lines, left=2)
+        _print("", ["name", "what it shows"], [[key, entry.title] for key, entry in EXPERIMENTS.items()], left=2)
         return
-    common = (output, seeds, track, protocol, views, augmix, None, descriptions, learned, limit, 256, device)
-    if dry_run and name in ("systems", "tsne"):
-        raise InputError(f"--dry-run knows the cost of tables of settings, and not of '{name}'; leave it out.")
+    from testtime.experiments.run import (
+        find_columns,
+        find_experiment,
+        kept,
+        measure_of,
+        run_experiment,
+        write_experiment,
+    )
+    from testtime.files import check_folder
+
+    experiment = find_experiment(name)
+    experiment = experiment._replace(rows=tuple(kept(experiment, rows)))  # mistakes show before the encoder is loaded
+
+    def plans() -> Plans:
+        given = [encoder] if encoder is not None else experiment.encoders
+        may_lack = encoder is None and (len(given) > 1 or bool(experiment.datasets))
+        return _plans(
+            given, may_lack, device, output, seeds=seeds, track=track, protocol=protocol, views=views, augmix=augmix,
+            descriptions=descriptions, learned=learned, limit=limit,
+        )  # fmt: skip
+
     with told(lambda: _stopped(output)):
-        if name == "systems":
-            _systems(data, encoder, views, augmix, seeds, limit, device, learned, rows, output, as_json)
-        elif name == "tsne":
-            _queues(data, encoder or "offline", common, after, output, as_json)
-        else:
-            _experiment(name, data, encoder, common, rows, dry_run, output, as_json)
+        if dry_run:
+            _dry_run(experiment, data, plans, as_json)
+            return
+        columns = find_columns(experiment, data)
+        _check_out(output, name, [str(data or "")], encoder or "", descriptions, learned)
+        if all(isinstance(column, str) for column in columns.values()):
+            raise InputError(f"None of the {len(columns)} datasets of '{name}' is here. {next(iter(columns.values()))}")
+        _tell_notes(column for column in columns.values() if not isinstance(column, str))
+        moments = None if after is None else _numbers(after, "--after")
+        check_folder(output)
+        result = run_experiment(name, plans(), columns, rows, moments)
+        write_experiment(output, result, columns, "testtime " + shlex.join(sys.argv[1:]))
+    if as_json:
+        print(json.dumps(result))
+    else:
+        measure = measure_of(experiment)
+        for sheet in measure.sheets(result):
+            _print(sheet.title, sheet.header, sheet.rows)
+        for line in measure.remarks(result):
+            note(line)
+        note(f"Written to {output}/{name}.json, {name}.md and, to look at, {name}.html.")
+    if "rows" in result and not any("accuracy" in row for row in result["rows"]):
+        raise InputError(f"No row of '{name}' could run. {result['rows'][0]['not run']}")
 
 
 def _stopped(output: Path) -> str:
@@ -184,56 +214,11 @@ def _stopped(output: Path) -> str:
     return f"Interrupted. What was finished is kept in {output}; the same command goes on from there."
 
 
-def _experiment(
-    name: str,
-    data: Path | None,
-    encoder: str | None,
-    common: tuple[Any, ...],
-    rows: list[str] | None,
-    dry_run: bool,
-    output: Path,
-    as_json: bool,
-) -> None:
-    from testtime.experiments import markdown, page, run_bench
-    from testtime.experiments.evaluate import write_results
-    from testtime.experiments.runner import find_columns, find_experiment
-    from testtime.experiments.tables import remarks, sheets
-    from testtime.files import check_folder, write_atomic
-
-    experiment = find_experiment(name)
-    if dry_run:
-        _dry_run(experiment, data, encoder, common, as_json)
-        return
-    columns = find_columns(experiment, data)
-    _check_out(output, name, [str(data or "")], encoder or "", common[7], common[8])
-    if missing := [reason for reason in columns.values() if isinstance(reason, str)]:
-        if len(missing) == len(columns):
-            raise InputError(f"None of the {len(columns)} datasets of '{name}' is here. {missing[0]}")
-    for dataset in columns.values():
-        for line in [] if isinstance(dataset, str) else dataset.notes:
-            note(f"note: {line}")
-    check_folder(output)
-    result = run_bench(name, _plans(experiment, encoder, common), columns, rows)
-    write_results(output, name, result, markdown(result))
-    write_atomic(output / f"{name}.html", page(result, "testtime " + shlex.join(sys.argv[1:])))
-    if as_json:
-        print(json.dumps(result))
-    else:
-        for sheet in sheets(result):
-            _print(sheet.title, sheet.header, sheet.rows)
-        for line in remarks(result):
-            note(line)
-        note(f"Written to {output}/{name}.json, {name}.md and, to look at, {name}.html.")
-    if not any("accuracy" in row for row in result["rows"]):
-        raise InputError(f"No row of '{name}' could run. {result['rows'][0]['not run']}")
-
-
-def _dry_run(experiment: Any, data: Path | None, encoder: str | None, common: tuple[Any, ...], as_json: bool) -> None:
+def _dry_run(experiment: Experiment, data: Path | None, plans: Callable[[], Plans], as_json: bool) -> None:
     from testtime.experiments.cost import cost_lines, estimate, paper_columns
-    from testtime.experiments.runner import find_columns
+    from testtime.experiments.run import find_columns
 
-    columns = find_columns(experiment, data) if data else paper_columns(experiment)
-    costs = estimate(experiment, _plans(experiment, encoder, common), columns)
+    costs = estimate(experiment, plans(), find_columns(experiment, data) if data else paper_columns(experiment))
     if as_json:
         print(json.dumps([cost._asdict() for cost in costs]))
         return
@@ -241,115 +226,44 @@ def _dry_run(experiment: Any, data: Path | None, encoder: str | None, common: tu
     _print("Still to do", header, lines, left=2)
 
 
-def _queues(
-    data: Path | None, encoder: str, common: tuple[Any, ...], after: str | None, output: Path, as_json: bool
-) -> None:
-    from testtime.experiments.evaluate import find_dataset, write_results
-    from testtime.experiments.queues import queues_markdown, queues_page, run_queues
-    from testtime.files import check_folder, write_atomic
-
-    if data is None:
-        raise InputError("tsne runs on a dataset of yours: give its folder, as in bench tsne FOLDER.")
-    moments = None if after is None else _numbers(after, "--after")
-    dataset = find_dataset(str(data))
-    _check_out(output, "tsne", [str(data)], encoder, common[7], common[8])
-    check_folder(output)
-    result = run_queues(_plan(encoder, *common), dataset, moments)
-    write_results(output, "tsne", result, queues_markdown(result))
-    write_atomic(output / "tsne.html", queues_page(result, dataset, "testtime " + shlex.join(sys.argv[1:])))
-    if as_json:
-        print(json.dumps(result))
-        return
-    print(queues_markdown(result))
-    note(f"Places on the map are in {output}/tsne.json; to look at, {output}/tsne.html.")
-
-
-def _systems(
-    data: Path | None,
-    encoder: str | None,
-    views: int | None,
-    augmix: bool,
-    seeds: str | None,
-    limit: int | None,
-    device: str,
-    learned: Path | None,
-    names: list[str] | None,
-    output: Path,
-    as_json: bool,
-) -> None:
-    from testtime.experiments import systems
-    from testtime.experiments.evaluate import find_dataset
-    from testtime.files import check_folder
-
-    if data is None:
-        raise InputError("systems runs on a dataset of yours: give its folder, as in bench systems FOLDER.")
-    _check_counts(limit, views)
-    chosen = systems.named(names)
-    dataset = find_dataset(str(data))
-    _check_out(output, "systems", [str(data)], encoder or "", None, learned)
-    for line in dataset.notes:
+def _tell_notes(datasets: Iterable[Dataset]) -> None:
+    for line in (line for dataset in datasets for line in dataset.notes):
         note(f"note: {line}")
-    seed = _numbers(seeds, "--seeds")[0] if seeds else 1
-    check_folder(output)
-    loaded = encoder_of(encoder or "offline", device)
-    plan = systems.Bench(output, loaded, dataset, views or 1, augmix, seed, limit, note)
-    rows = systems.run_systems(plan, chosen, prompts=learned)
-    if as_json:
-        print(json.dumps({"facts": plan.facts(), "rows": rows}))
-        return
-    base = next((row["accuracy"] for row in rows if "accuracy" in row), 0.0)
-    lines = [
-        [row["system"], "not run", "", "", "", ""]
-        if "skipped" in row
-        else [
-            row["system"],
-            percent(row["accuracy"]),
-            f"{100 * (row['accuracy'] - base):+.2f}",
-            f"{row['milliseconds']:.2f}",
-            f"{row['peak_megabytes']:.1f}",
-            f"{row['state_megabytes']:.1f}",
-        ]
-        for row in rows
-    ]
-    title = f"{dataset.name}, {loaded.name}, {plan.views} view{'s' * (plan.views > 1)}, seed {seed}"
-    _print(title, ["system", "accuracy", "gain", "ms per image", "peak MB", "state MB"], lines)
-    for row in rows:
-        if "skipped" in row:
-            note(f"{row['system']}: {row['skipped']}")
-    note(f"Each row is a file in {output}/systems.")
 
 
 def _plan(
-    encoder: str,
+    encoder: Encoder,
     output: Path,
+    *,
     seeds: str | None,
     track: str,
     protocol: str,
     views: int | None,
     augmix: bool,
-    template: list[str] | None,
     descriptions: Path | None,
     learned: Path | None,
     limit: int | None,
-    shard: int,
-    device: str,
-) -> Any:
+    template: list[str] | None = None,
+    shard: int = 256,
+) -> Plan:
+    """The plan that the options say."""
     from testtime.experiments import recipes
-    from testtime.experiments.evaluate import Plan
+    from testtime.experiments.plan import Plan
     from testtime.types import ViewPlan
 
-    _check_counts(limit, views)
+    if limit is not None and limit < 1:
+        raise InputError(f"--limit {limit}: at least one image is needed.")
+    if views is not None and views < 1:
+        raise InputError(f"--views {views}: at least the image itself is needed, so 1 or more.")
     if shard < 1:
         raise InputError(f"--shard {shard}: at least one image to a shard.")
     if augmix and views is None:
         raise InputError("--augmix goes with --views N; without it, the recipe decides on both.")
-    chosen = _numbers(seeds, "--seeds") if seeds else recipes.seeds_of(protocol)
     one = template[0] if template and len(template) == 1 else template  # one may be the name of a set
-    loaded = encoder_of(encoder, device)
     return Plan(
         output,
-        loaded,
-        tuple(chosen),
+        encoder,
+        tuple(_numbers(seeds, "--seeds") if seeds else recipes.seeds_of(protocol)),
         track,
         protocol,
         None if views is None else ViewPlan(views, augmix),
@@ -362,18 +276,17 @@ def _plan(
     )
 
 
-def _plans(experiment: Any, encoder: str | None, common: tuple[Any, ...]) -> dict[str, Any]:
-    """A plan for each encoder; where one cannot be loaded and none was asked for by name, why."""
-    if encoder is not None:
-        plan = _plan(encoder, *common)
-        return {plan.encoder.name: plan}
-    plans: dict[str, Any] = {}
-    for name in experiment.encoders:
+def _plans(names: Sequence[str], may_lack: bool, device: str, output: Path, **options: Any) -> Plans:
+    """A plan for each encoder; where one cannot be loaded and others, or other datasets, may go on, why."""
+    plans: dict[str, Plan | str] = {}
+    for name in names:
         try:
-            plans[name] = _plan(name, *common)
-            plans[name].encoder.loaded  # noqa: B018, what is missing shows now, and leaves a reason in every row
+            encoder = encoder_of(name, device)
+            plans[encoder.name] = _plan(encoder, output, **options)
+            if may_lack:
+                encoder.loaded  # noqa: B018, what is missing shows now, and leaves a reason in every row
         except InputError as reason:
-            if len(experiment.encoders) == 1 and not experiment.datasets:
+            if not may_lack:
                 raise
             plans[name] = str(reason)
     return plans
@@ -388,13 +301,6 @@ def _check_out(
     outputs = {"--out": output} | {f"{name}.{kind} in --out": output / f"{name}.{kind}" for kind in TABLES}
     for what in data:
         distinct(outputs, read_files(what, [], encoder, None, descriptions, str(learned) if learned else None))
-
-
-def _check_counts(limit: int | None, views: int | None) -> None:
-    if limit is not None and limit < 1:
-        raise InputError(f"--limit {limit}: at least one image is needed.")
-    if views is not None and views < 1:
-        raise InputError(f"--views {views}: at least the image itself is needed, so 1 or more.")
 
 
 def _numbers(text: str, option: str) -> list[int]:

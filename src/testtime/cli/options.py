@@ -131,7 +131,7 @@ def source_of(
     """
     from testtime.datasets import labels_among
     from testtime.datasets.dataset import NAMELESS, some
-    from testtime.experiments.evaluate import find_dataset
+    from testtime.experiments.plan import find_dataset
     from testtime.text.prompts import check_classes
 
     data = find_dataset(what, root, labelled=False)

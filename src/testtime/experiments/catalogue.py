@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -33,6 +33,7 @@ TEXTS = {
     "both": "the dataset's templates with descriptions, which must be there",
     "full": "the dataset's templates, with descriptions where they are given",
     "learned": "a prompt learned by CoOp",
+    "given": "a prompt learned by CoOp where one is given, else as full",
 }
 
 
@@ -47,6 +48,7 @@ class Row(NamedTuple):
     invalid: str = ""  # why it is not run
     at: tuple[float, ...] = ()  # its place on the axes of a figure
     line: str = ""  # the curve it belongs to, where a figure has several
+    oracle: bool = False  # shown the test labels, to choose a setting by; runs only where it is asked for by name
 
 
 class Experiment(NamedTuple):
@@ -58,23 +60,41 @@ class Experiment(NamedTuple):
     datasets: tuple[str, ...] = ()  # benchmarks, one a column; none: whichever dataset is given
     encoders: tuple[str, ...] = ("offline",)  # where none is given
     axes: tuple[str, ...] = ()  # of the figure: one for a curve, two for a heat map
-    alone: bool = False  # one cell at a time, so that times are its own
+    costs: tuple[str, ...] = ()  # columns of `tables.COSTS`; with any, cells run one at a time, their costs their own
     note: str = ""
+    measure: str = "scores"  # what is measured and drawn: the module of this room that does it
 
 
 DIFFUSION = "DiffTPT needs views drawn by a diffusion model; make them with testtime.images.diffusion and replay them"
 
-COMPARED = (
-    Row("CLIP", "zeroshot", text="single"),
-    Row("Ensemble", "zeroshot", text="ensemble"),
+# every system with the prompts that it was published with; the name in the paper's tables is given where ours differs
+SYSTEMS = (
+    Row("zero-shot", "zeroshot", text="single", published="CLIP"),
+    Row("ensemble", "zeroshot", text="ensemble", published="Ensemble"),
     Row("CoOp", "zeroshot", text="learned"),
     Row("TPT", "tpt", text="single"),
     Row("DiffTPT", "difftpt", text="single", invalid=DIFFUSION),
+    Row("C-TPT", "ctpt", text="single"),
     Row("TDA", "tda", text="templates"),
     Row("TPS", "tps", text="ensemble80"),
     Row("DMN-ZS", "dmn"),
+    Row("DMN-ZS (oracle)", "dmn", oracle=True),
+    Row("ZERO", "zero", text="single"),
+    Row("MTA", "mta", text="single"),
+    Row("DOTA", "dota", text="templates"),
+    Row("MCP", "mcp"),
     Row("DPE"),
+    Row("TPT + CoOp", "tpt", text="learned"),
+    Row("DiffTPT + CoOp", "difftpt", text="learned", invalid=DIFFUSION),
+    Row("DPE + CoOp", text="learned"),
 )
+
+
+def compared(*labels: str) -> tuple[Row, ...]:
+    """The systems of these names in the paper's tables, under these."""
+    known = {row.published or row.label: row for row in SYSTEMS}
+    return tuple(known[label]._replace(label=label, published="") for label in labels)
+
 
 SIZES = (1, 2, 3, 4, 5, 6, 7)
 THRESHOLDS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
@@ -82,44 +102,27 @@ WEIGHTS = (0.0, 0.1, 0.25, 0.5, 1.0, 1.5, 2.0)
 
 EXPERIMENTS: dict[str, Experiment] = {
     "ood": Experiment(
-        "Robustness to natural distribution shifts", COMPARED, "tab:ood-main", NATURAL, CLIPS,
+        "Robustness to natural distribution shifts",
+        compared("CLIP", "Ensemble", "CoOp", "TPT", "DiffTPT", "TDA", "TPS", "DMN-ZS", "DPE"),
+        "tab:ood-main", NATURAL, CLIPS,
         note="Published DMN-ZS chose its fusion weight with test labels; here the weight is fixed.",
     ),
     "cross": Experiment(
-        "Cross-dataset generalisation",
-        tuple(row for row in COMPARED if row.label not in ("TPS", "DMN-ZS")),
+        "Cross-dataset generalisation", compared("CLIP", "Ensemble", "CoOp", "TPT", "DiffTPT", "TDA", "DPE"),
         "tab:fine-grained", CROSS, CLIPS,
     ),
     "coop": Experiment(
         "Natural distribution shifts with prompts learned by CoOp",
-        (
-            Row("CoOp", "zeroshot", text="learned"),
-            Row("TPT + CoOp", "tpt", text="learned"),
-            Row("DiffTPT + CoOp", "difftpt", text="learned", invalid=DIFFUSION),
-            Row("DPE + CoOp", text="learned"),
-        ),
-        "tab:ood-supp", NATURAL, CLIPS,
+        compared("CoOp", "TPT + CoOp", "DiffTPT + CoOp", "DPE + CoOp"), "tab:ood-supp", NATURAL, CLIPS,
     ),
     "openclip-l14": Experiment(
-        "Natural distribution shifts with a larger model",
-        (
-            Row("CLIP", "zeroshot", text="single"),
-            Row("TDA", "tda", text="templates"),
-            Row("DPE"),
-        ),
+        "Natural distribution shifts with a larger model", compared("CLIP", "TDA", "DPE"),
         "tab:ood-openclip", NATURAL, LARGE,
     ),
     "efficiency": Experiment(
         "Testing time, accuracy and gain",
-        (
-            Row("CLIP", "zeroshot", text="ensemble"),
-            Row("TPT", "tpt", text="single"),
-            Row("DiffTPT", "difftpt", text="single", invalid=DIFFUSION),
-            Row("TDA", "tda", text="templates"),
-            Row("TPS", "tps", text="ensemble80"),
-            Row("DPE"),
-        ),
-        "table:efficiency", alone=True,
+        (Row("CLIP", "zeroshot", text="ensemble"), *compared("TPT", "DiffTPT", "TDA", "TPS", "DPE")),
+        "table:efficiency", costs=("ms per image", "ms encoding", "time for all"),
     ),
     "update-rules": Experiment(
         "Rules by which the text prototypes evolve",
@@ -218,4 +221,16 @@ EXPERIMENTS: dict[str, Experiment] = {
         ),
         note="The paper does not report this baseline.",
     ),
+    "tsne": Experiment(
+        "What the queues hold, early and late", (Row("DPE", settings={"queue": 6}),),
+        measure="queues",
+    ),
+    "systems": Experiment(
+        "Every system: accuracy, time, memory", SYSTEMS, costs=("ms per image", "peak MB", "state MB"),
+    ),
 }  # fmt: skip
+
+
+def evaluation(methods: Sequence[str]) -> Experiment:
+    """Methods with the same text prototypes, whichever are given: `testtime eval`."""
+    return Experiment("Methods compared", tuple(Row(name, name, text="given") for name in methods))

@@ -2,337 +2,151 @@
 
 A cell is a JSON file, written whole when its run is done. It holds what the numbers depend on and the numbers, no
 time and no machine: the same experiment gives the same bytes, however often it was interrupted. Times lie apart.
-
-    folder/stores/     features by dataset, encoder, views and seed, in shards; no labels, which may be corrected
-    folder/text/       text prototypes
-    folder/cells/      results
-    folder/timings/    how long each of them took, and on what
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from testtime import __version__, files, registry
-from testtime.datasets import Dataset
-from testtime.encoding.encode import DTYPES, RECIPE, encode, made_with
 from testtime.encoding.store import Features
-from testtime.files.identity import digest, identity, weights
+from testtime.experiments.lab import NOT_RUN, Cell, Lab, Record, read_bytes
+from testtime.experiments.oracle import Oracle
+from testtime.machine.memory import Peak
+from testtime.methods.base import leaves
 from testtime.metrics import accuracy, expected_calibration_error, macro_f1
 from testtime.session.order import shuffled
-from testtime.steppers import laid
+from testtime.session.session import Session
 from testtime.steppers.sweep import sweep
-from testtime.text.prompts import build_task, check_classes
-from testtime.types import Encoder, InputError, Method, MissingPart, Task, ViewPlan
+from testtime.types import InputError, Method, MissingPart, Task
 
-SHARD = 256  # images; an interrupt loses at most these
 CHUNK = 64  # images read at a time
 LOGITS = 2**28  # bytes of logits kept while several settings run side by side
-SUBSET_SEED = 0  # of the images that a limit leaves, which are the same for every seed of the stream
-ONE_VIEW_SEED = 1  # without random views there is one store for every seed
-DTYPE = "float16"  # of features, as stored
+PATIENCE = 20  # seconds after which a run says how far it is, and again after as many
 SHOWN = ("macro_f1", "calibration_error", "images", "skipped", "classes", "views", "augmix", "settings", "text")
+COSTS = ("loading_seconds", "peak_megabytes", "state_megabytes")  # noted of a run that was alone
 
 
-class Text(NamedTuple):
-    """What the text prototypes are made of."""
-
-    templates: tuple[str, ...] = ("a photo of a {}.",)
-    descriptions: Path | None = None  # JSON of sentences by class
-    learned: Path | None = None  # a learned prompt in place of both
-
-    def facts(self) -> dict[str, Any]:
-        """The text as plain data; files by their content, so that a file of the same name is not mistaken."""
-        return {
-            "templates": list(self.templates) if self.learned is None else [],
-            "descriptions": _digest(self.descriptions),
-            "learned": _digest(self.learned),
-        }
-
-
-class Cell(NamedTuple):
-    """One run: a method with its settings, on views of a kind, in the order of a seed."""
-
-    method: Method
-    text: Text = Text()
-    views: ViewPlan = ViewPlan()
-    seed: int = 1
-
-
-@dataclass
-class Lab:
-    """A dataset and an encoder, and the folder where what they give is kept."""
-
-    folder: Path
-    encoder: Encoder
-    dataset: Dataset
-    limit: int | None = None
-    shard: int = SHARD
-    report: Callable[[str], None] = print
-    tasks: dict[Any, Task] = field(default_factory=dict, repr=False)
-    stores: dict[Path, Features] = field(default_factory=dict, repr=False)
-
-    def __post_init__(self) -> None:
-        if self.limit is not None and self.limit < 1:
-            raise InputError(f"limit={self.limit}: at least one image is needed.")
-        if self.dataset.labels is None:
-            raise InputError(f"{self.dataset.name} has no labels to score with.")
-        self.folder = Path(self.folder)
-        self.labels = list(self.dataset.labels)
-
-    @property
-    def indices(self) -> list[int]:
-        """The images taken, as rows of the dataset: all, or a random subset that no seed changes."""
-        count = len(self.dataset)
-        if self.limit is None or self.limit >= count:
-            return list(range(count))
-        chosen = shuffled(count, SUBSET_SEED)[: self.limit]
-        return sorted(chosen.tolist())
-
-    def facts(self, cell: Cell) -> dict[str, Any]:
-        """All that a cell's numbers depend on."""
-        return {
-            "dataset": self.dataset.name,
-            "images": len(self.indices),
-            "classes": len(self.dataset.classnames),
-            "data": self.data,
-            "encoder": self.encoder.name,
-            "weights": self.weights,
-            "recipe": RECIPE,
-            "views": cell.views.count,
-            "augmix": cell.views.augmix,
-            "seed": cell.seed,
-            "method": cell.method.name,
-            "settings": registry.settings_of(cell.method),
-            "text": cell.text.facts(),
-        }
-
-    def path(self, cell: Cell) -> Path:
-        """Where the cell's result is, or will be."""
-        mark = _mark(self.facts(cell))
-        return self.folder / "cells" / f"{_slug(self.dataset.name)}-{cell.method.name}-{mark}.json"
-
-    def store_path(self, views: ViewPlan, seed: int) -> Path:
-        """Where the features are, or will be."""
-        name = f"{_slug(self.dataset.name)}-{_slug(self.encoder.name)}-{views.count}{'-augmix' * views.augmix}"
-        name += f"-seed{seed}" if views.count > 1 else ""
-        name += f"-{len(self.indices)}" if len(self.indices) < len(self.dataset) else ""
-        made = made_with(self.encoder, _seeded(views, seed), DTYPES[DTYPE], self.dataset.name)
-        mark = digest([*(f"{key} {value}" for key, value in made.items()), *map(str, self._images())])
-        return self.folder / "stores" / f"{name}-{mark}"
-
-    def store(self, views: ViewPlan, seed: int) -> Features:
-        """The features, encoded where they are not there yet; shards that are finished stay.
-
-        Another process that makes the same is waited for.
-        """
-        out = self.store_path(views, seed)
-        if out not in self.stores:
-            with self._alone(out):
-                self._encode(out, views, seed)
-                self.stores[out] = Features(out)  # from here on, a shard that is replaced is noticed
-        return self.stores[out]
-
-    def _encode(self, out: Path, views: ViewPlan, seed: int) -> None:
-        before = set(_shards(out))
-        start = time.perf_counter()
-        images = self._images()
-        encode(
-            self.encoder,
-            self.task(Text()),
-            images,
-            out,
-            _seeded(views, seed),
-            dtype=DTYPES[DTYPE],
-            shard=self.shard,
-            dataset=self.dataset.name,
-            resume=True,
-            retext=True,  # ours are elsewhere, and may be other ones by now
-            on_skip=lambda line: self.report(f"skipped {line}"),
-            progress=self._encoding(len(images)),
-            report=self.report,
-        )
-        if new := [shard for shard in _shards(out) if shard not in before]:
-            count = sum(len(Features(shard)) for shard in new)
-            self._note(f"encode-{out.name}", {"images": count, "views": views.count}, time.perf_counter() - start)
-
-    @contextmanager
-    def _alone(self, out: Path) -> Iterator[None]:
-        """Have a store to write for ourselves; who has it is named, and waited for."""
-        with ExitStack() as stack:
-            try:
-                stack.enter_context(files.locked(out))
-            except InputError as taken:
-                self.report(f"waiting: {taken}")
-                stack.enter_context(files.locked(out, wait=True))
-            yield
-
-    def rows(self, store: Features) -> list[int]:
-        """Which images of the dataset a store holds: those taken, less those that could not be read."""
-        taken = self.indices
-        return taken if store.positions is None else [taken[place] for place in store.positions]
-
-    def labels_of(self, store: Features) -> Tensor:
-        """The labels (N,) of a store's images, as the dataset has them now."""
-        return torch.tensor([self.labels[row] for row in self.rows(store)])
-
-    def task(self, text: Text, tower: bool = False) -> Task:
-        """The task with prototypes of that text, kept in a file once made."""
-        if (text, tower) not in self.tasks:
-            self.tasks[text, tower] = self._task(text, tower)
-        return self.tasks[text, tower]
-
-    def _task(self, text: Text, tower: bool) -> Task:
-        names = self.dataset.classnames
-        if text.learned is not None:
-            return build_task(self.encoder, names, prompts=f"coop:{text.learned}", allow_duplicates=True)
-        given: dict[str, Any] = {"templates": text.templates, "descriptions": text.descriptions}
-        if tower:
-            return build_task(self.encoder, names, **given, context=True, allow_duplicates=True)
-        facts = {"encoder": self.encoder.name, "weights": self.weights, "classnames": list(names)} | text.facts()
-        path = self.folder / "text" / f"{_mark(facts)}.safetensors"
-        if not path.exists():
-            task = build_task(self.encoder, names, **given, allow_duplicates=True)
-            files.write_tensors(path, {"text": task.text}, {"text": json.dumps(facts), "scale": repr(task.scale)})
-            return task
-        file = files.open_tensors(path)
-        scale = float(file.metadata().get("scale") or self.encoder.scale)  # with it, no encoder need be loaded
-        prototypes = laid(file.get_tensor("text")).to(self.encoder.device)
-        return Task(prototypes, check_classes(names, allow_duplicates=True), scale, self.encoder.name)
-
-    @cached_property
-    def weights(self) -> str:
-        """What tells the encoder's weights from others of its name."""
-        return weights(self.encoder)
-
-    @cached_property
-    def data(self) -> str:
-        """What tells these images from others: names, wherever the folder lies, content and labels."""
-        names = ["/".join(str(self.dataset.paths[i]).replace("\\", "/").split("/")[-2:]) for i in self.indices]
-        content = [f"{identity(self.dataset.paths[i])} {self.labels[i]}" for i in self.indices]
-        return digest([*names, *content])
-
-    def _images(self) -> list[Any]:
-        return [_absolute(self.dataset.paths[i]) for i in self.indices]
-
-    def _encoding(self, count: int) -> Callable[[int], None]:
-        """A line now and then; none for shards that are there, which take no time."""
-        told, start = 0, time.perf_counter()
-
-        def line(done: int) -> None:
-            nonlocal told
-            if 10 * done // count > 10 * told // count and time.perf_counter() - start > 1:
-                told = done
-                self.report(f"{self.dataset.name}: {done} of {count} images encoded")
-
-        return line
-
-    def _note(self, name: str, what: dict[str, Any], seconds: float) -> None:
-        note = what | {"seconds": seconds} | provenance()
-        files.write_atomic(self.folder / "timings" / f"{name}.json", json.dumps(note, indent=1) + "\n")
-
-
-def provenance() -> dict[str, str]:
-    """What times depend on besides the run: versions and the machine."""
-    machine = f"{platform.machine()}, {torch.get_num_threads()} threads"
-    return {"version": __version__, "torch": torch.__version__, "machine": machine}
-
-
-def run_cells(lab: Lab, cells: Sequence[Cell], alone: bool = False) -> list[dict[str, Any]]:
+def run_cells(lab: Lab, cells: Sequence[Cell], alone: bool = False) -> list[Record]:
     """Each cell's result, those of earlier runs among them; what cannot run says why under "not run".
 
-    Settings of one method run side by side over the stream; `alone`, one by one, so that their times are their own.
+    Settings of one method run side by side over the stream; `alone`, one by one, so that their times and their memory
+    are their own, and a cell that was run otherwise is run again.
     """
-    results: dict[int, dict[str, Any]] = {}
-    for number, cell in enumerate(cells):
-        if (path := lab.path(cell)).exists():
-            results[number] = _read(path)
-    waiting = [number for number in range(len(cells)) if number not in results]
-    if waiting:
+    results: dict[int, Record] = {}
+
+    def missing(numbers: Sequence[int]) -> list[int]:
+        """Those that still are to run; results that are there are taken, of another process too."""
+        found = {number: lab.path(cells[number]) for number in numbers}
+        done = {n: p for n, p in found.items() if p.exists() and not (alone and _costs(lab, cells[n]) is None)}
+        results.update({number: _read(path) for number, path in done.items()})
+        return [number for number in numbers if number not in done]
+
+    def shared(number: int) -> tuple[object, ...]:
+        """What cells that run side by side have in common; prompt tuning is slow, and comes last."""
+        method, text, views, seed = cells[number]
+        tuned = getattr(method, "needs_tower", False)
+        return tuned, views.count, views.augmix, seed, repr(text), method.name
+
+    if waiting := missing(range(len(cells))):
         lab.report(f"{lab.dataset.name}: {len(waiting)} of {len(cells)} cells to run")
-
-    def shared(number: int) -> tuple[Any, ...]:
-        cell = cells[number]
-        views = cell.views
-        return views.count, views.augmix, cell.seed, repr(cell.text), cell.method.name
-
-    def taken(numbers: Sequence[int]) -> list[int]:
-        """Those that still are to run; another process may have run some meanwhile, and they are taken."""
-        there = [number for number in numbers if lab.path(cells[number]).exists()]
-        results.update({number: _read(lab.path(cells[number])) for number in there})
-        return [number for number in numbers if number not in there]
-
     for _, group in groupby(sorted(waiting, key=shared), key=shared):
         numbers = list(group)
         most = 1 if alone else max(1, LOGITS // (4 * len(lab.indices) * len(lab.dataset.classnames)))
         for start in range(0, len(numbers), most):
-            if part := taken(numbers[start : start + most]):
-                results |= dict(zip(part, _run_together(lab, [cells[number] for number in part]), strict=True))
+            if part := missing(numbers[start : start + most]):
+                together = [cells[number] for number in part]
+                try:
+                    results |= dict(zip(part, _run(lab, together, alone), strict=True))
+                except MissingPart as reason:
+                    results |= {number: {NOT_RUN: str(reason)} for number in part}
     return [results[number] for number in range(len(cells))]
 
 
-def encoded(store: Path) -> int:
-    """How many images a store holds so far, finished or not."""
-    return sum(len(Features(shard)) for shard in _shards(store))
+def costs(lab: Lab, cell: Cell) -> Record:
+    """Milliseconds per image of the method and of encoding, and memory, as noted; None where they were not."""
+    step = lab.noted(lab.path(cell).stem) or {}
+    encoding = lab.noted(f"encode-{lab.store_path(cell.views, cell.seed).name}")
+    return {
+        "milliseconds": 1000 * step["seconds"] / step["images"] if step else None,
+        "encoding_milliseconds": encoding and 1000 * encoding["seconds"] / encoding["images"],
+        "machine": step.get("machine"),
+    } | {key: step.get(key) for key in COSTS}
 
 
-def _shards(store: Path) -> list[Path]:
-    return sorted(store.glob("features-*.safetensors"))
+def _costs(lab: Lab, cell: Cell) -> Record | None:
+    """What was noted of a cell's run, where it was alone."""
+    noted = lab.noted(lab.path(cell).stem)
+    return noted if noted is not None and all(key in noted for key in COSTS) else None
 
 
-def _seeded(views: ViewPlan, seed: int) -> ViewPlan:
-    return replace(views, seed=seed if views.count > 1 else ONE_VIEW_SEED)
-
-
-def _absolute(image: Any) -> Any:
-    """An image under the same name wherever it is asked for from, so that its shard is found again."""
-    return Path(os.path.abspath(image)) if isinstance(image, Path) else image
-
-
-def _run_together(lab: Lab, cells: Sequence[Cell]) -> list[dict[str, Any]]:
+def _run(lab: Lab, cells: Sequence[Cell], alone: bool) -> list[Record]:
     """Results of cells that differ in settings alone."""
     first, methods = cells[0], [cell.method for cell in cells]
-    try:
-        task = lab.task(first.text, getattr(first.method, "needs_tower", False))
-        first.method.check(task)
-    except MissingPart as reason:
-        return [{"not run": str(reason)} for _ in cells]
+    task = lab.task(first.text, getattr(first.method, "needs_tower", False))
+    first.method.check(task)
     store = lab.store(first.views, first.seed)
     paths = [lab.path(cell) for cell in cells]
-    if all(path.exists() for path in paths):  # the process that was waited for has run them
+    if not alone and all(path.exists() for path in paths):  # the process that was waited for has run them
         return [_read(path) for path in paths]
     order = shuffled(len(store), first.seed)
-    start = time.perf_counter()
-    stream = (chunk.to(task.text.device) for chunk in store.chunks(order.tolist(), size=CHUNK))
-    many = sweep(task, methods, stream)
-    seconds = (time.perf_counter() - start) / len(cells)
+    stream = _stream(lab, first, store, order, task)
+    many: Sequence[Tensor]
+    if alone:
+        many, seconds, noted = _measured(task, first.method, stream, store.views)
+    else:
+        start = time.perf_counter()
+        many = sweep(task, methods, stream)
+        seconds, noted = (time.perf_counter() - start) / len(cells), {}
     labels = lab.labels_of(store)[order]
     results = []
     for cell, path, logits in zip(cells, paths, many, strict=True):
         result = _score(cell.method, logits.cpu(), labels, store, order)
         record = lab.facts(cell) | {"version": __version__, "skipped": len(lab.indices) - len(order)} | result
         files.write_atomic(path, json.dumps(record, indent=1) + "\n")
-        lab._note(path.stem, {"images": len(order), "together": len(cells)}, seconds)
+        lab.note(path.stem, {"images": len(order), "together": len(cells)} | noted, seconds)
         results.append(record)
     return results
 
 
-def _score(method: Method, logits: Tensor, labels: Tensor, store: Features, order: Tensor) -> dict[str, Any]:
+def _stream(lab: Lab, cell: Cell, store: Features, order: Tensor, task: Task) -> Iterator[Tensor]:
+    """The store's views in an order, a chunk at a time on the task's device; told now and then where it takes long."""
+    told, done = time.perf_counter(), 0
+    for chunk in store.chunks(order.tolist(), size=CHUNK):
+        if time.perf_counter() - told > PATIENCE:
+            told = time.perf_counter()
+            lab.report(f"{lab.dataset.name}, {cell.method.name}: {done} of {len(order)}")
+        yield chunk.to(task.text.device)
+        done += len(chunk)
+
+
+def _measured(
+    task: Task, method: Method, stream: Iterator[Tensor], views: int
+) -> tuple[list[Tensor], float, dict[str, float]]:
+    """Logits of one run, its seconds, and what else it cost; what is done once comes before the clock."""
+    session = Session(task, method)
+    loading, seconds, parts = session.warm_up(views), 0.0, []
+    with Peak() as peak:
+        for chunk in stream:
+            start = time.perf_counter()
+            parts.append(session.scan(chunk).cpu())
+            seconds += time.perf_counter() - start
+    state = sum(leaf.nbytes for leaf in leaves(session.state)) / 1e6
+    return [torch.cat(parts)], seconds, dict(zip(COSTS, (loading, peak.megabytes, state), strict=True))
+
+
+def _score(method: Method, logits: Tensor, labels: Tensor, store: Features, order: Tensor) -> Record:
     """The score of logits (N, C); what is not finite is no answer, and `order` (N,) says whose it is."""
+    chosen: Record = {}
+    if isinstance(method, Oracle):
+        logits, chosen = method.chosen(logits, labels)
     probabilities = method.probabilities(logits)
     if not (good := torch.isfinite(logits) & torch.isfinite(probabilities)).all():
         row = int(order[(~good).any(1).nonzero()[0, 0]])
@@ -347,40 +161,12 @@ def _score(method: Method, logits: Tensor, labels: Tensor, store: Features, orde
         "accuracy": accuracy(predictions, labels),
         "macro_f1": macro_f1(predictions, labels),
         "calibration_error": expected_calibration_error(probabilities, labels),
-    }
+    } | chosen
 
 
-def _read(path: Path) -> dict[str, Any]:
-    record = files.parse_json(_bytes(path), f"{path} (remove it, and it is made again)", kind=dict)
+def _read(path: Path) -> Record:
+    record = files.parse_json(read_bytes(path), f"{path} (remove it, and it is made again)", kind=dict)
     score = record.get("accuracy")
     if not isinstance(score, float | int) or not all(key in record for key in SHOWN):
         raise InputError(f"{path} is damaged; remove it, and it is made again.")
     return record | {"accuracy": float(score)}
-
-
-def timing(lab: Lab, name: str) -> dict[str, Any] | None:
-    """How long something took, where that was noted."""
-    path = lab.folder / "timings" / f"{name}.json"
-    return files.parse_json(_bytes(path), path, kind=dict) if path.exists() else None
-
-
-def _bytes(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as problem:
-        raise InputError(f"Cannot read {path}: {problem.strerror or problem}.") from None
-
-
-def _digest(path: Path | None) -> str | None:
-    if path is None:
-        return None
-    return hashlib.sha256(_bytes(Path(path))).hexdigest()[:12]
-
-
-def _mark(facts: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
-
-
-def _slug(name: str) -> str:
-    """A name as part of a file's; a long one is cut, since a mark follows that tells it from others."""
-    return "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in name)[:60]

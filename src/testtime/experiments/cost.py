@@ -12,14 +12,14 @@ from testtime.datasets import Dataset
 from testtime.encoding.stream import stream
 from testtime.experiments import recipes
 from testtime.experiments.catalogue import Experiment, Row
-from testtime.experiments.cells import Lab, encoded, timing
-from testtime.experiments.evaluate import Plan, recipe_of
+from testtime.experiments.lab import Lab, encoded
+from testtime.experiments.plan import Plan, recipe_of
 from testtime.experiments.recipes import Recipe
-from testtime.experiments.runner import DEFAULT, cells_of
 from testtime.ops import unit
 from testtime.session.session import Session
 from testtime.types import Encoder, InputError, Task, ViewPlan
 
+DEFAULT = "imagenet"  # the dataset of the paper's ablations
 BYTES = 2  # features are kept in half precision
 TRIED = 4  # images, or steps, that a speed is measured on
 
@@ -61,14 +61,14 @@ def paper_columns(experiment: Experiment) -> dict[str, Dataset | str]:
 
 def _here(experiment: Experiment, name: str, plan: Plan, column: str, dataset: Dataset) -> Cost:
     lab, entry = plan.lab(dataset), recipe_of(dataset)
-    rows = [(row, cells) for row in experiment.rows if not isinstance(cells := cells_of(row, plan, lab, entry), str)]
+    rows = [(row, cells) for row in experiment.rows if not isinstance(cells := plan.cells(row, dataset, entry), str)]
     count = len(lab.indices)
     stores = {lab.store_path(cell.views, cell.seed): cell.views for _, cells in rows for cell in cells}
     passes, seconds = 0, 0.0
     for path, views in stores.items():
         todo = (count - min(count, encoded(path))) * views.count
         passes += todo
-        noted = timing(lab, f"encode-{path.name}")
+        noted = lab.noted(f"encode-{path.name}")
         per_pass = noted["seconds"] / noted["images"] / noted["views"] if noted else 0.0
         seconds += todo * (per_pass or (_pass_seconds(plan.encoder) if todo else 0.0))
     waiting, running = 0, 0.0
@@ -132,7 +132,7 @@ def _step_seconds(row: Row, plan: Plan, entry: Recipe | None, lab: Lab | None = 
     """Seconds that one image takes: as noted by an earlier cell of this method, or on made-up features."""
     if lab is not None:
         for path in sorted((lab.folder / "cells").glob(f"{lab.dataset.name}-{row.method}-*.json")):
-            if noted := timing(lab, path.stem):
+            if noted := lab.noted(path.stem):
                 return noted["seconds"] / noted["images"]
     classes = len(lab.dataset.classnames) if lab else (entry.benchmark.classes if entry else 2)
     random = torch.Generator().manual_seed(0)

@@ -7,7 +7,7 @@ not a setting of `dmn`; it goes by a name of its own, which every table, JSON ob
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,19 +16,20 @@ from testtime import registry
 from testtime.encoding.store import Features
 from testtime.methods.dmn import DMN, State
 from testtime.session import replay as replays
-from testtime.types import InputError, Task
+from testtime.types import InputError, Method, Task
 
-NAME = "dmn (oracle: fusion weight chosen with test labels)"
 # of the memory, the text's being 1: the grid of the released code
 WEIGHTS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 
 
 @dataclass(frozen=True)
-class Parts(DMN):
+class Oracle(DMN):
     """DMN that leaves open how its two classifiers are weighed: scores (2C,), by the text and then by the memory.
 
     The memory does not depend on the weight, so one pass over the stream serves all weights.
     """
+
+    name: ClassVar[str] = "dmn (oracle: fusion weight chosen with test labels)"
 
     def step(self, task: Task, state: State, views: Tensor) -> tuple[Tensor, State]:
         state = self.remember(task, state, views)
@@ -40,53 +41,46 @@ class Parts(DMN):
             scores[row], state = self.step(task, state, views)
         return scores, state
 
-    def fused(self, scores: Tensor, weight: float) -> Tensor:
-        """Scores (N, C) with that weight of the memory, from those of both classifiers (N, 2C)."""
+    def chosen(self, scores: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        """Scores (N, C) with the weight that gets most images right, the smallest of equals, and what to say of it.
+
+        `scores` (N, 2C) are those of both classifiers.
+        """
         text, memory = scores.chunk(2, dim=1)
-        return self.fusion_text * text + weight * memory
+        right = [int(((self.fusion_text * text + w * memory).argmax(1) == labels).sum()) for w in WEIGHTS]
+        weight = WEIGHTS[right.index(max(right))]
+        return self.fusion_text * text + weight * memory, {
+            "method": self.name,
+            "settings": registry.settings_of(self) | {"fusion_memory": weight},
+            "oracle": True,
+            "weight": weight,
+            "accuracy_by_weight": {f"{w:g}": count / len(labels) for w, count in zip(WEIGHTS, right, strict=True)},
+        }
 
-    def correct(self, scores: Tensor, labels: Tensor) -> Tensor:
-        """How many of the images (N, 2C) each of WEIGHTS gets right: (W,)."""
-        return torch.stack([(self.fused(scores, weight).argmax(1) == labels).sum() for weight in WEIGHTS])
 
-
-def parts_of(method: DMN) -> Parts:
+def oracle_of(method: Method) -> Oracle:
     """The method with its weight left open."""
     if type(method) is not DMN:
-        raise InputError(f"Only the method 'dmn' has an oracle, not '{getattr(method, 'name', method)}'.")
-    return Parts(**{name: getattr(method, name) for name in registry.settings_of(method)})
-
-
-def described(parts: Parts, correct: Tensor, images: int) -> dict[str, Any]:
-    """What a result says of itself, by how many images each weight (W,) got right; of equal weights the smallest."""
-    weight = WEIGHTS[int(correct.argmax())]
-    return {
-        "method": NAME,
-        "settings": registry.settings_of(parts) | {"fusion_memory": weight},
-        "oracle": True,
-        "weight": weight,
-        "accuracy_by_weight": {f"{w:g}": int(n) / images for w, n in zip(WEIGHTS, correct, strict=True)},
-    }
+        raise InputError(f"Only the method 'dmn' has an oracle, not '{method.name}'.")
+    return Oracle(**registry.settings_of(method))
 
 
 @dataclass(frozen=True)
 class OracleReplay(replays.Replay):
     """A run over a store that was shown the labels."""
 
-    chosen: dict[str, Any]  # as `described` gives it
+    chosen: dict[str, Any]  # as `Oracle.chosen` gives it
 
     def summary(self) -> dict[str, Any]:
         """The run in plain data, under its own name."""
         return super().summary() | self.chosen
 
 
-def replay(store: Features, method: DMN | None = None, **options: Any) -> OracleReplay:
+def replay(store: Features, method: Method | None = None, **options: Any) -> OracleReplay:
     """DMN over a store with the fusion weight that its labels like best; `options` are those of `replay.replay`."""
-    parts = parts_of(method or DMN())
+    oracle = oracle_of(method or DMN())
     if store.labels is None:
         raise InputError(f"{store.path} has no labels, which an oracle chooses by.")
-    run = replays.replay(store, parts, **options)
-    found = described(parts, parts.correct(run.logits, store.labels[run.order]), len(run.order))
-    logits = parts.fused(run.logits, found["weight"])
-    fused = replace(run, logits=logits, predictions=logits.argmax(1))
-    return OracleReplay(**vars(fused), chosen=found)
+    run = replays.replay(store, oracle, **options)
+    logits, chosen = oracle.chosen(run.logits, store.labels[run.order])
+    return OracleReplay(**vars(replace(run, logits=logits, predictions=logits.argmax(1))), chosen=chosen)

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from testtime.datasets import Dataset
-from testtime.experiments.cells import CHUNK, Cell, Text
-from testtime.experiments.evaluate import Plan, described, recipe_of
+from testtime.experiments.catalogue import Experiment, Row
+from testtime.experiments.cells import CHUNK
+from testtime.experiments.lab import Record
+from testtime.experiments.plan import Columns, Plans, recipe_of
+from testtime.experiments.tables import Sheet, described
 from testtime.files import parse_json, write_atomic
 from testtime.ops import unit
+from testtime.report import Queued, QueueMap, QueuesReport, Snapshot, Table
+from testtime.report.pictures import make_thumbnails
 from testtime.report.queues import FEWEST, PLACED, Tracer, tsne
 from testtime.report.words import count
 from testtime.session.order import shuffled
 from testtime.session.session import Session
 from testtime.types import InputError, Method, Task
 
-QUEUE = 6  # features per class in the figure
 SHARES = (1500 / 30300, 15000 / 30300)  # of the stream: the figure's two moments on Food101
 COLOURED = 25  # classes that the figure shows in colour
 HEAD = ("images", "features", "classes", "cosine to own mean", "to nearest other mean", "of the true class")
@@ -35,17 +38,26 @@ class Held(NamedTuple):
     places: Tensor  # (n,) its image's place in the stream
 
 
-def run_queues(plan: Plan, dataset: Dataset, moments: Sequence[int] | None = None) -> dict[str, Any]:
+def run(
+    name: str,
+    experiment: Experiment,
+    plans: Plans,
+    columns: Columns,
+    rows: Sequence[Row],
+    moments: Sequence[int] | None = None,
+) -> Record:
     """The queues' features at each moment with their places on a map, kept in a file once made.
 
-    Moments are numbers of images; the shares of the stream that the paper's figure has, if left out.
+    Moments are numbers of images; the shares of the stream that the paper's figure has, if left out. There is one plan,
+    one dataset and one row.
     """
-    entry = recipe_of(dataset)
-    lab = plan.lab(dataset)
-    method = plan.method("dpe", entry, {"queue": QUEUE})
-    text = Text(plan.templates_of(entry), plan.descriptions_of(dataset))
-    cell = Cell(method, text, plan.views_of("dpe", entry), plan.seeds[0])
-    images = len(lab.indices)
+    ((plan,), (dataset,), (row,)) = plans.values(), columns.values(), rows
+    if isinstance(plan, str) or isinstance(dataset, str):
+        raise InputError(plan if isinstance(plan, str) else str(dataset))
+    lab, made = plan.lab(dataset), plan.cells(row, dataset, recipe_of(dataset))
+    if isinstance(made, str):
+        raise InputError(made)
+    cell, images = made[0], len(lab.indices)
     chosen = sorted({max(1, round(share * images)) for share in SHARES}) if moments is None else sorted(set(moments))
     if not chosen or chosen[0] < 1 or chosen[-1] > images:
         raise InputError(f"Moments {chosen}: give numbers of images from 1 to {images}.")
@@ -54,19 +66,18 @@ def run_queues(plan: Plan, dataset: Dataset, moments: Sequence[int] | None = Non
         return parse_json(path.read_bytes(), f"{path} (remove it, and it is made again)", kind=dict)
     store = lab.store(cell.views, cell.seed)
     order = shuffled(len(store), cell.seed)
-    task = lab.task(text)
+    task = lab.task(cell.text)
     stream = (chunk.to(task.text.device) for chunk in store.chunks(order.tolist(), size=CHUNK))
-    held = watch_queues(task, method, stream, chosen)
-    labels, rows = lab.labels_of(store)[order], lab.rows(store)
+    held = watch_queues(task, cell.method, stream, chosen)
+    labels, places = lab.labels_of(store)[order], lab.rows(store)
+    coloured = torch.randperm(task.classes, generator=torch.Generator().manual_seed(cell.seed))[:COLOURED]
     result = {
-        "bench": "tsne",
-        "title": "What the queues hold",
-        "facts": lab.facts(cell) | {"text": described(text.facts())},
+        "bench": name,
+        "title": experiment.title,
+        "facts": lab.facts(cell) | {"text": described(cell.text.facts())},
         "moments": [_scored(moment, labels) for moment in held],
-        "maps": _placed(held, [rows[i] for i in order.tolist()], cell.seed),
-        "coloured": torch.randperm(task.classes, generator=torch.Generator().manual_seed(cell.seed))[
-            :COLOURED
-        ].tolist(),
+        "maps": _placed(held, [places[i] for i in order.tolist()], cell.seed),
+        "coloured": coloured.tolist(),
     }
     write_atomic(path, json.dumps(result) + "\n")
     return result
@@ -91,7 +102,7 @@ def watch_queues(task: Task, method: Method, stream: Iterable[Tensor], moments: 
     return found
 
 
-def _scored(held: Held, labels: Tensor) -> dict[str, Any]:
+def _scored(held: Held, labels: Tensor) -> Record:
     """How clustered the queues are: cosine to the own class's mean and to the nearest other, and purity.
 
     Classes with one feature say nothing on clustering and are left out of both cosines.
@@ -112,7 +123,7 @@ def _scored(held: Held, labels: Tensor) -> dict[str, Any]:
     }
 
 
-def _placed(held: Sequence[Held], rows: Sequence[int], seed: int) -> list[list[dict[str, Any]]]:
+def _placed(held: Sequence[Held], rows: Sequence[int], seed: int) -> list[list[Record]]:
     """Each moment's entries with their place on one map of all moments (t-SNE); `rows` of the dataset, as streamed."""
     # an image's feature once, however many moments it stays
     found = {place: key for moment in held for place, key in zip(moment.places.tolist(), moment.features, strict=True)}
@@ -130,7 +141,18 @@ def _placed(held: Sequence[Held], rows: Sequence[int], seed: int) -> list[list[d
     ]
 
 
-def _lines(result: dict[str, Any]) -> list[list[str]]:
+def sheets(result: Record) -> list[Sheet]:
+    """The moments as one table."""
+    facts = result["facts"]
+    return [Sheet(f"{_subtitle(facts)}. Text: {facts['text']}.", list(HEAD), _lines(result))]
+
+
+def remarks(result: Record) -> list[str]:
+    """Nothing stands below the table."""
+    return []
+
+
+def _lines(result: Record) -> list[list[str]]:
     """The moments as rows of text, under `HEAD`."""
     shown = []
     for moment in result["moments"]:
@@ -140,32 +162,16 @@ def _lines(result: dict[str, Any]) -> list[list[str]]:
     return shown
 
 
-def _subtitle(facts: dict[str, Any]) -> str:
-    views = f"{facts['views']} view{'s' * (facts['views'] > 1)}"
-    return f"{facts['dataset']}, {facts['encoder']}, {views}, seed {facts['seed']}, queue of {QUEUE}"
+def _subtitle(facts: Record) -> str:
+    views, queue = f"{facts['views']} view{'s' * (facts['views'] > 1)}", facts["settings"]["queue"]
+    return f"{facts['dataset']}, {facts['encoder']}, {views}, seed {facts['seed']}, queue of {queue}"
 
 
-def queues_markdown(result: dict[str, Any]) -> str:
-    """The moments as a page."""
-    facts = result["facts"]
-    lines = [
-        f"# {result['title']}",
-        "",
-        f"{_subtitle(facts)}. Text: {facts['text']}.",
-        "",
-        f"| {' | '.join(HEAD)} |",
-        "|---:" * len(HEAD) + "|",
-        *(f"| {' | '.join(line)} |" for line in _lines(result)),
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def queues_page(result: dict[str, Any], dataset: Dataset, command: str = "") -> str:
-    """The moments as one self-contained HTML page: their maps side by side, with the images that the queues hold."""
-    from testtime.report import Queued, QueueMap, QueuesReport, Snapshot, Table, html
-    from testtime.report.conditions import machine, versions
-    from testtime.report.pictures import make_thumbnails
-
+def section(result: Record, columns: Columns) -> tuple[QueuesReport, dict[str, str]]:
+    """The moments for the page: their maps side by side, with the images that the queues hold; and the text used."""
+    (dataset,) = columns.values()
+    if isinstance(dataset, str):
+        raise InputError(dataset)
     facts, text = result["facts"], ""
     maps, coloured = result["maps"], set(result["coloured"])
     if sum(map(len, maps)) > PLACED:
@@ -179,7 +185,7 @@ def queues_page(result: dict[str, Any], dataset: Dataset, command: str = "") -> 
         for moment, entries in zip(result["moments"], maps, strict=True)
     ]
     labels = dataset.labels or ()
-    section = QueuesReport(
+    made = QueuesReport(
         result["title"],
         _subtitle(facts),
         [
@@ -197,5 +203,4 @@ def queues_page(result: dict[str, Any], dataset: Dataset, command: str = "") -> 
         text="Each class keeps the features of the images that it is surest of. The cosines tell how near a feature is "
         "to the mean of its own class's queue, and to the nearest of the others.",
     )
-    about = {"Text": facts["text"], "Versions": versions(), "Machine": machine(torch.device("cpu")), "Command": command}
-    return html([section], {key: value for key, value in about.items() if value}, "bench tsne")
+    return made, {"Text": facts["text"]}

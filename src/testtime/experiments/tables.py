@@ -1,16 +1,14 @@
-"""A bench's result as tables for a page or a terminal, and as data for the report's figures."""
+"""A result as tables for a page or a terminal, and as data for the report's figures."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import torch
-
-from testtime.experiments.evaluate import described, percent, seeds_of
+from testtime.experiments.catalogue import EXPERIMENTS
+from testtime.experiments.lab import NOT_RUN, Record
 from testtime.experiments.recipes import BACKBONES, MEANS, Published, published
-
-NOT_RUN = "not run"
+from testtime.report import Grid, Series, Table, TablesReport
 
 
 class Sheet(NamedTuple):
@@ -21,7 +19,7 @@ class Sheet(NamedTuple):
     rows: list[list[str]]
 
 
-def sheets(result: Mapping[str, Any]) -> list[Sheet]:
+def sheets(result: Record) -> list[Sheet]:
     """A result's tables: one for each encoder, and for each dataset unless datasets are the columns."""
     found = []
     for encoder in _unique(result["rows"], "encoder"):
@@ -35,19 +33,46 @@ def sheets(result: Mapping[str, Any]) -> list[Sheet]:
     return found
 
 
-def markdown(result: Mapping[str, Any]) -> str:
-    """A result as a page: tables, what they ran on, and why rows are missing."""
-    lines = [f"# {result['title']}", ""]
-    for sheet in sheets(result):
-        aligned = ["---", *("---:" for _ in sheet.header[1:])]
-        lines += [sheet.title, "", _line(sheet.header), _line(aligned), *map(_line, sheet.rows), ""]
-    return "\n".join(lines + remarks(result)) + "\n"
+def markdown(title: str, found: Sequence[Sheet], below: Sequence[str]) -> str:
+    """Tables as a page of Markdown: a title, the tables, and what stands below."""
+    lines = [f"# {title}", ""]
+    for sheet in found:
+        lines += [sheet.title, "", *table_lines(sheet), ""]
+    return "\n".join([*lines, *below]) + "\n"
 
 
-def remarks(result: Mapping[str, Any]) -> list[str]:
+def table_lines(sheet: Sheet, left: int = 1) -> list[str]:
+    """A table in Markdown, its first columns aligned to the left."""
+    aligned = ["---" if place < left else "---:" for place in range(len(sheet.header))]
+    return [_line(sheet.header), _line(aligned), *map(_line, sheet.rows)]
+
+
+def evaluation_markdown(result: Record) -> str:
+    """An evaluation as a page of Markdown: what it ran on, one table, and the text used."""
+    facts = result["facts"]
+    header = ["dataset", "method", "images", "views", "accuracy", "spread", "macro F1", "calibration error"]
+    rows = []
+    for row in result["rows"]:
+        head = [row["dataset"], row["method"]]
+        if NOT_RUN in row:
+            rows.append([*head, f"not run: {row[NOT_RUN]}", *[""] * 5])
+            continue
+        scores = (percent(row[key]) for key in ("accuracy", "spread", "macro_f1", "calibration_error"))
+        rows.append([*head, str(row["images"]), f"{row['views']}{' AugMix' * row['augmix']}", *scores])
+    lines = [
+        f"Encoder {facts['encoder']}, track {facts['track']}, protocol {facts['protocol']}, {seeds_of(facts)}. "
+        "Accuracy in percent, mean and sample deviation over seeds.",
+        "",
+        *table_lines(Sheet("", header, rows), left=2),
+        "",
+        *_texts(result["rows"], "dataset"),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def remarks(result: Record) -> list[str]:
     """What stands below the tables: text prototypes, rows that were not run, notes."""
-    texts = {(row["column"], described(row["text"])) for row in result["rows"] if "text" in row}
-    lines = [f"Text on {column}: {text}." for column, text in sorted(texts)]
+    lines = _texts(result["rows"], "column")
     if "table" in result and result["table"]:
         lines.append(f"Published: {result['table']} of the paper, accuracy in percent.")
     reasons: dict[str, list[str]] = {}
@@ -59,13 +84,16 @@ def remarks(result: Mapping[str, Any]) -> list[str]:
     return [*lines, *([result["note"]] if result["note"] else [])]
 
 
-def page(result: Mapping[str, Any], command: str = "") -> str:
-    """A result as one self-contained HTML page."""
-    from testtime.report import Grid, Series, Table, TablesReport, html
-    from testtime.report.conditions import machine, versions
+def _texts(rows: Sequence[Record], dataset: str) -> list[str]:
+    """What text prototypes were made of on each dataset, whose name is under that key."""
+    texts = {(row[dataset], described(row["text"])) for row in rows if "text" in row}
+    return [f"Text on {name}: {text}." for name, text in sorted(texts)]
 
+
+def section(result: Record, columns: object = None) -> tuple[TablesReport, dict[str, str]]:
+    """The tables and figures for the page, and nothing more to say about them."""
     parts, facts = report_parts(result), result["facts"]
-    section = TablesReport(
+    made = TablesReport(
         result["title"],
         f"Track {facts['track']}, protocol {facts['protocol']}, {seeds_of(facts)}" if facts else "",
         [Table(*sheet) for sheet in sheets(result)],
@@ -74,16 +102,15 @@ def page(result: Mapping[str, Any], command: str = "") -> str:
         [Grid(**each) for each in parts["grids"]],
         [Series(**each) for each in parts["series"] if each["xs"]],
     )
-    about = {"Versions": versions(), "Machine": machine(torch.device("cpu")), "Command": command}
-    return html([section], {key: value for key, value in about.items() if value}, f"bench {result['bench']}")
+    return made, {}
 
 
-def report_parts(result: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
+def report_parts(result: Record) -> dict[str, list[Record]]:
     """What the report draws, under "grids" and "series": the arguments of its `Grid` and `Series`.
 
     An experiment without axes has no figure, and both lists are empty. Values are fractions, None where not run.
     """
-    parts: dict[str, list[dict[str, Any]]] = {"grids": [], "series": []}
+    parts: dict[str, list[Record]] = {"grids": [], "series": []}
     axes = result["axes"]
     for encoder in _unique(result["rows"], "encoder"):
         for column in result["columns"]:
@@ -97,7 +124,7 @@ def report_parts(result: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
     return parts
 
 
-def _grid(title: str, axes: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _grid(title: str, axes: Sequence[str], rows: Sequence[Record]) -> Record:
     ys, xs = (sorted({row["at"][place] for row in rows}) for place in (0, 1))
     values = {tuple(row["at"]): row.get("accuracy") for row in rows}
     return {
@@ -110,7 +137,7 @@ def _grid(title: str, axes: Sequence[str], rows: Sequence[Mapping[str, Any]]) ->
     }
 
 
-def _series(title: str, axis: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _series(title: str, axis: str, rows: Sequence[Record]) -> Record:
     ran = [row for row in rows if "accuracy" in row]
     lines: dict[str, list[float]] = {}
     if ran and all(row["published"] is not None for row in ran):
@@ -120,12 +147,12 @@ def _series(title: str, axis: str, rows: Sequence[Mapping[str, Any]]) -> dict[st
     return {"title": title, "x": axis, "xs": [row["at"][0] for row in ran], "lines": lines}
 
 
-def _by_row(result: Mapping[str, Any], encoder: str, rows: Sequence[Mapping[str, Any]]) -> Sheet:
-    timed = any("milliseconds" in row for row in rows)
+def _by_row(result: Record, encoder: str, rows: Sequence[Record]) -> Sheet:
+    timed = EXPERIMENTS[result["bench"]].costs
     several = any(row.get("spread") is not None for row in rows)
     compared = any(row["published"] is not None for row in rows)
     header = ["row", "accuracy", *(["spread"] if several else []), "gain"]
-    header += ["ms per image", "ms encoding", "time for all"] if timed else []
+    header += timed
     if compared:
         where = next(row["published_for"] for row in rows if row["published"] is not None)
         what = "published gain" if rows[0]["published_gain"] else "published"
@@ -136,8 +163,7 @@ def _by_row(result: Mapping[str, Any], encoder: str, rows: Sequence[Mapping[str,
         line = [row["row"], percent(row["accuracy"]) if ran else NOT_RUN]
         line += [percent(row.get("spread"))] if several else []
         line.append(f"{100 * row['gain']:+.2f}" if ran else "")
-        if timed:
-            line += _times(row)
+        line += [COSTS[name](row) if row.get("milliseconds") is not None else "" for name in timed]
         if compared:
             line.append(_number(row["published"], row["published_gain"]))
             line += [row["published_time"] or ""] if timed else []
@@ -145,14 +171,14 @@ def _by_row(result: Mapping[str, Any], encoder: str, rows: Sequence[Mapping[str,
     return Sheet(_title(result, encoder, rows), header, lines)
 
 
-def _by_axes(result: Mapping[str, Any], encoder: str, rows: Sequence[Mapping[str, Any]]) -> Sheet:
+def _by_axes(result: Record, encoder: str, rows: Sequence[Record]) -> Sheet:
     grid = _grid("", result["axes"], rows)
     header = [f"{grid['y']} \\ {grid['x']}", *map(str, grid["xs"])]
     lines = [[str(y), *map(percent, values)] for y, values in zip(grid["ys"], grid["values"], strict=True)]
     return Sheet(_title(result, encoder, rows), header, lines)
 
 
-def _by_dataset(result: Mapping[str, Any], encoder: str, rows: Sequence[Mapping[str, Any]]) -> Sheet:
+def _by_dataset(result: Record, encoder: str, rows: Sequence[Record]) -> Sheet:
     """Measured, and in brackets published; means only where every dataset of them was run."""
     columns = list(result["columns"])
     table = published()[result["table"]]
@@ -173,18 +199,9 @@ def _by_dataset(result: Mapping[str, Any], encoder: str, rows: Sequence[Mapping[
     return Sheet(_title(result, encoder, rows), ["method", *columns, *means], lines)
 
 
-def _mean(table: Published, rows: Sequence[Mapping[str, Any]], label: str, average: str) -> float | None:
+def _mean(table: Published, rows: Sequence[Record], label: str, average: str) -> float | None:
     here = BACKBONES.get(rows[0]["encoder"])
     return table.value(here if here and here in table.rows else next(iter(table.rows)), label, average)
-
-
-def _times(row: Mapping[str, Any]) -> list[str]:
-    if row.get("milliseconds") is None:
-        return ["", "", ""]
-    step, encoding = row["milliseconds"], row["encoding_milliseconds"]
-    if encoding is None:
-        return [f"{step:.2f}", "", ""]
-    return [f"{step:.2f}", f"{encoding:.1f}", duration(row["images"] * (step + encoding) / 1000)]
 
 
 def duration(seconds: float) -> str:
@@ -199,7 +216,27 @@ def duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def _title(result: Mapping[str, Any], encoder: str, rows: Sequence[Mapping[str, Any]]) -> str:
+def _all_time(row: Record) -> str:
+    """How long all images take, encoding included."""
+    encoding = row["encoding_milliseconds"]
+    return "" if encoding is None else duration(row["images"] * (row["milliseconds"] + encoding) / 1000)
+
+
+# what an experiment may show of a run's costs, by the column's head
+COSTS: dict[str, Callable[[Record], str]] = {
+    "ms per image": lambda row: f"{row['milliseconds']:.2f}",
+    "ms encoding": lambda row: _shown(row["encoding_milliseconds"]),
+    "time for all": _all_time,
+    "peak MB": lambda row: _shown(row["peak_megabytes"]),
+    "state MB": lambda row: _shown(row["state_megabytes"]),
+}
+
+
+def _shown(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}"
+
+
+def _title(result: Record, encoder: str, rows: Sequence[Record]) -> str:
     facts = result["facts"]
     ran = [row for row in rows if NOT_RUN not in row]
     shown = [", ".join(result["columns"]) if len(result["columns"]) == 1 else "", encoder]
@@ -219,9 +256,28 @@ def _number(value: float | None, signed: bool = False) -> str:
     return "" if value is None else f"{value:+.2f}" if signed else f"{value:.2f}"
 
 
-def _unique(rows: Sequence[Mapping[str, Any]], key: str) -> list[Any]:
+def _unique(rows: Sequence[Record], key: str) -> list[Any]:
     return list(dict.fromkeys(row[key] for row in rows))
 
 
 def _line(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def seeds_of(facts: Record) -> str:
+    """The seeds in words: seed 1, or seeds 1, 2, 3."""
+    return f"seed{'s' * (len(facts['seeds']) > 1)} {', '.join(map(str, facts['seeds']))}"
+
+
+def described(text: Record) -> str:
+    """What text prototypes were made of, in words."""
+    if text["learned"]:
+        return f"learned prompt {text['learned']}"
+    templates = text["templates"]
+    parts = [f"'{templates[0]}'" if len(templates) == 1 else f"{len(templates)} templates"] if templates else []
+    return " and ".join([*parts, *([f"descriptions {text['descriptions']}"] if text["descriptions"] else [])])
+
+
+def percent(fraction: float | None) -> str:
+    """A fraction in percent with two decimals, empty for None."""
+    return "" if fraction is None else f"{100 * fraction:.2f}"

@@ -1,0 +1,293 @@
+"""A lab: a dataset and an encoder, with the folder where what they give is kept.
+
+folder/stores/     features by dataset, encoder, views and seed, in shards; no labels, which may be corrected
+folder/text/       text prototypes
+folder/cells/      results
+folder/timings/    how long each of them took, and on what
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from testtime import __version__, files, registry
+from testtime.datasets import Dataset
+from testtime.encoding.encode import DTYPES, RECIPE, encode, made_with
+from testtime.encoding.store import Features
+from testtime.files.identity import digest, identity, weights
+from testtime.session.order import shuffled
+from testtime.steppers import laid
+from testtime.text.prompts import build_task, check_classes
+from testtime.types import Encoder, InputError, Method, StoredImage, Task, ViewPlan
+
+Record = dict[str, Any]  # plain data, as it is written to JSON
+NOT_RUN = "not run"  # in a record: why there is no score
+
+SHARD = 256  # images; an interrupt loses at most these
+SUBSET_SEED = 0  # of the images that a limit leaves, which are the same for every seed of the stream
+ONE_VIEW_SEED = 1  # without random views there is one store for every seed
+DTYPE = "float16"  # of features, as stored
+
+
+class Text(NamedTuple):
+    """What the text prototypes are made of."""
+
+    templates: tuple[str, ...] = ("a photo of a {}.",)
+    descriptions: Path | None = None  # JSON of sentences by class
+    learned: Path | None = None  # a learned prompt in place of both
+
+    def facts(self) -> Record:
+        """The text as plain data; files by their content, so that a file of the same name is not mistaken."""
+        return {
+            "templates": list(self.templates) if self.learned is None else [],
+            "descriptions": _digest(self.descriptions),
+            "learned": _digest(self.learned),
+        }
+
+
+class Cell(NamedTuple):
+    """One run: a method with its settings, on views of a kind, in the order of a seed."""
+
+    method: Method
+    text: Text = Text()
+    views: ViewPlan = ViewPlan()
+    seed: int = 1
+
+
+@dataclass
+class Lab:
+    """A dataset and an encoder, and the folder where what they give is kept."""
+
+    folder: Path
+    encoder: Encoder
+    dataset: Dataset
+    limit: int | None = None
+    shard: int = SHARD
+    report: Callable[[str], None] = print
+    tasks: dict[tuple[Text, bool], Task] = field(default_factory=dict, repr=False)
+    stores: dict[Path, Features] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.limit is not None and self.limit < 1:
+            raise InputError(f"limit={self.limit}: at least one image is needed.")
+        if self.dataset.labels is None:
+            raise InputError(f"{self.dataset.name} has no labels to score with.")
+        self.folder = Path(self.folder)
+        self.labels = list(self.dataset.labels)
+
+    @property
+    def indices(self) -> list[int]:
+        """The images taken, as rows of the dataset: all, or a random subset that no seed changes."""
+        count = len(self.dataset)
+        if self.limit is None or self.limit >= count:
+            return list(range(count))
+        chosen = shuffled(count, SUBSET_SEED)[: self.limit]
+        return sorted(chosen.tolist())
+
+    def facts(self, cell: Cell) -> Record:
+        """All that a cell's numbers depend on."""
+        return {
+            "dataset": self.dataset.name,
+            "images": len(self.indices),
+            "classes": len(self.dataset.classnames),
+            "data": self.data,
+            "encoder": self.encoder.name,
+            "weights": self.weights,
+            "recipe": RECIPE,
+            "views": cell.views.count,
+            "augmix": cell.views.augmix,
+            "seed": cell.seed,
+            "method": cell.method.name,
+            "settings": registry.settings_of(cell.method),
+            "text": cell.text.facts(),
+        }
+
+    def path(self, cell: Cell) -> Path:
+        """Where the cell's result is, or will be."""
+        mark = _mark(self.facts(cell))
+        return self.folder / "cells" / f"{_slug(self.dataset.name)}-{_slug(cell.method.name)}-{mark}.json"
+
+    def store_path(self, views: ViewPlan, seed: int) -> Path:
+        """Where the features are, or will be."""
+        name = f"{_slug(self.dataset.name)}-{_slug(self.encoder.name)}-{views.count}{'-augmix' * views.augmix}"
+        name += f"-seed{seed}" if views.count > 1 else ""
+        name += f"-{len(self.indices)}" if len(self.indices) < len(self.dataset) else ""
+        made = made_with(self.encoder, _seeded(views, seed), DTYPES[DTYPE], self.dataset.name)
+        mark = digest([*(f"{key} {value}" for key, value in made.items()), *map(str, self._images())])
+        return self.folder / "stores" / f"{name}-{mark}"
+
+    def store(self, views: ViewPlan, seed: int) -> Features:
+        """The features, encoded where they are not there yet; shards that are finished stay.
+
+        Another process that makes the same is waited for.
+        """
+        out = self.store_path(views, seed)
+        if out not in self.stores:
+            with self._alone(out):
+                self._encode(out, views, seed)
+                self.stores[out] = Features(out)  # from here on, a shard that is replaced is noticed
+        return self.stores[out]
+
+    def _encode(self, out: Path, views: ViewPlan, seed: int) -> None:
+        before = set(_shards(out))
+        start = time.perf_counter()
+        images = self._images()
+        encode(
+            self.encoder,
+            self.task(Text()),
+            images,
+            out,
+            _seeded(views, seed),
+            dtype=DTYPES[DTYPE],
+            shard=self.shard,
+            dataset=self.dataset.name,
+            resume=True,
+            retext=True,  # ours are elsewhere, and may be other ones by now
+            on_skip=lambda line: self.report(f"skipped {line}"),
+            progress=self._encoding(len(images)),
+            report=self.report,
+        )
+        if new := [shard for shard in _shards(out) if shard not in before]:
+            count = sum(len(Features(shard)) for shard in new)
+            self.note(f"encode-{out.name}", {"images": count, "views": views.count}, time.perf_counter() - start)
+
+    @contextmanager
+    def _alone(self, out: Path) -> Iterator[None]:
+        """Have a store to write for ourselves; who has it is named, and waited for."""
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(files.locked(out))
+            except InputError as taken:
+                self.report(f"waiting: {taken}")
+                stack.enter_context(files.locked(out, wait=True))
+            yield
+
+    def rows(self, store: Features) -> list[int]:
+        """Which images of the dataset a store holds: those taken, less those that could not be read."""
+        taken = self.indices
+        return taken if store.positions is None else [taken[place] for place in store.positions]
+
+    def labels_of(self, store: Features) -> Tensor:
+        """The labels (N,) of a store's images, as the dataset has them now."""
+        return torch.tensor([self.labels[row] for row in self.rows(store)])
+
+    def task(self, text: Text, tower: bool = False) -> Task:
+        """The task with prototypes of that text, kept in a file once made."""
+        if (text, tower) not in self.tasks:
+            self.tasks[text, tower] = self._task(text, tower)
+        return self.tasks[text, tower]
+
+    def _task(self, text: Text, tower: bool) -> Task:
+        names = self.dataset.classnames
+        if text.learned is not None:
+            return build_task(self.encoder, names, prompts=f"coop:{text.learned}", allow_duplicates=True)
+        if tower:
+            return build_task(
+                self.encoder, names, text.templates, text.descriptions, context=True, allow_duplicates=True
+            )
+        facts = {"encoder": self.encoder.name, "weights": self.weights, "classnames": list(names)} | text.facts()
+        path = self.folder / "text" / f"{_mark(facts)}.safetensors"
+        if not path.exists():
+            task = build_task(self.encoder, names, text.templates, text.descriptions, allow_duplicates=True)
+            files.write_tensors(path, {"text": task.text}, {"text": json.dumps(facts), "scale": repr(task.scale)})
+            return task
+        file = files.open_tensors(path)
+        scale = float(file.metadata().get("scale") or self.encoder.scale)  # with it, no encoder need be loaded
+        prototypes = laid(file.get_tensor("text")).to(self.encoder.device)
+        return Task(prototypes, check_classes(names, allow_duplicates=True), scale, self.encoder.name)
+
+    @cached_property
+    def weights(self) -> str:
+        """What tells the encoder's weights from others of its name."""
+        return weights(self.encoder)
+
+    @cached_property
+    def data(self) -> str:
+        """What tells these images from others: names, wherever the folder lies, content and labels."""
+        names = ["/".join(str(self.dataset.paths[i]).replace("\\", "/").split("/")[-2:]) for i in self.indices]
+        content = [f"{identity(self.dataset.paths[i])} {self.labels[i]}" for i in self.indices]
+        return digest([*names, *content])
+
+    def _images(self) -> list[StoredImage]:
+        return [_absolute(self.dataset.paths[i]) for i in self.indices]
+
+    def _encoding(self, count: int) -> Callable[[int], None]:
+        """A line now and then; none for shards that are there, which take no time."""
+        told, start = 0, time.perf_counter()
+
+        def line(done: int) -> None:
+            nonlocal told
+            if 10 * done // count > 10 * told // count and time.perf_counter() - start > 1:
+                told = done
+                self.report(f"{self.dataset.name}: {done} of {count} images encoded")
+
+        return line
+
+    def note(self, name: str, what: Record, seconds: float) -> None:
+        """Keep how long something took, with what and where."""
+        note = what | {"seconds": seconds} | provenance()
+        files.write_atomic(self.folder / "timings" / f"{name}.json", json.dumps(note, indent=1) + "\n")
+
+    def noted(self, name: str) -> Record | None:
+        """How long something took, where that was noted."""
+        path = self.folder / "timings" / f"{name}.json"
+        return files.parse_json(read_bytes(path), path, kind=dict) if path.exists() else None
+
+
+def provenance() -> dict[str, str]:
+    """What times depend on besides the run: versions and the machine."""
+    machine = f"{platform.machine()}, {torch.get_num_threads()} threads"
+    return {"version": __version__, "torch": torch.__version__, "machine": machine}
+
+
+def encoded(store: Path) -> int:
+    """How many images a store holds so far, finished or not."""
+    return sum(len(Features(shard)) for shard in _shards(store))
+
+
+def _shards(store: Path) -> list[Path]:
+    return sorted(store.glob("features-*.safetensors"))
+
+
+def _seeded(views: ViewPlan, seed: int) -> ViewPlan:
+    return replace(views, seed=seed if views.count > 1 else ONE_VIEW_SEED)
+
+
+def _absolute(image: StoredImage) -> StoredImage:
+    """An image under the same name wherever it is asked for from, so that its shard is found again."""
+    return Path(os.path.abspath(image)) if isinstance(image, Path) else image
+
+
+def read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as problem:
+        raise InputError(f"Cannot read {path}: {problem.strerror or problem}.") from None
+
+
+def _digest(path: Path | None) -> str | None:
+    if path is None:
+        return None
+    return hashlib.sha256(read_bytes(Path(path))).hexdigest()[:12]
+
+
+def _mark(facts: Record) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _slug(name: str) -> str:
+    """A name as part of a file's; a long one is cut, since a mark follows that tells it from others."""
+    return "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in name)[:60]

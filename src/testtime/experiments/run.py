@@ -1,0 +1,130 @@
+"""Running an experiment of the catalogue, and writing down what it gives."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from testtime import registry
+from testtime.datasets import Dataset
+from testtime.experiments.catalogue import EXPERIMENTS, Experiment, Row
+from testtime.experiments.lab import Record
+from testtime.experiments.plan import Columns, Plans, find_dataset
+from testtime.experiments.tables import Sheet, markdown
+from testtime.files import write_atomic
+from testtime.report.page import Section, html
+from testtime.types import InputError
+
+ASKED = "chooses a setting with the test labels; to see what it gives: --row '{}'"
+
+
+class Measure(Protocol):
+    """What a module of this room offers that an experiment names as its measure."""
+
+    def run(
+        self,
+        name: str,
+        experiment: Experiment,
+        plans: Plans,
+        columns: Columns,
+        rows: Sequence[Row],
+        moments: Sequence[int] | None = None,
+    ) -> Record:
+        """The result of these rows, as plain data."""
+
+    def sheets(self, result: Record) -> list[Sheet]:
+        """The result as tables of text."""
+
+    def remarks(self, result: Record) -> list[str]:
+        """What stands below the tables."""
+
+    def section(self, result: Record, columns: Columns) -> tuple[Section, dict[str, str]]:
+        """The result as a section of a page, and what its foot says beside versions, machine and command."""
+
+
+def measure_of(experiment: Experiment) -> Measure:
+    """What runs and shows an experiment."""
+    return import_module(f"testtime.experiments.{experiment.measure}")  # type: ignore[return-value]
+
+
+def find_experiment(name: str) -> Experiment:
+    """The experiment of that name."""
+    if name not in EXPERIMENTS:
+        raise registry.unknown("experiment", name, EXPERIMENTS)
+    return EXPERIMENTS[name]
+
+
+def find_columns(experiment: Experiment, data: Path | None) -> dict[str, Dataset | str]:
+    """The datasets of an experiment by name: those that are in `data`, and why the others are not.
+
+    An experiment without datasets of its own runs on the one given.
+    """
+    if not experiment.datasets:
+        if data is None:
+            raise InputError("This experiment runs on a dataset of yours: give its folder, as in bench NAME FOLDER.")
+        dataset = find_dataset(str(data))
+        return {dataset.name: dataset}
+    columns: dict[str, Dataset | str] = {}
+    for name in experiment.datasets:
+        try:
+            if data is None:
+                raise InputError("no folder of benchmarks was given: bench NAME FOLDER")
+            columns[name] = find_dataset(name, data)
+        except InputError as reason:
+            columns[name] = str(reason)
+    return columns
+
+
+def run_experiment(
+    name: str,
+    plans: Plans,
+    columns: Columns,
+    keep: Sequence[str] | None = None,
+    moments: Sequence[int] | None = None,
+) -> Record:
+    """An experiment's result, for each encoder and dataset; either may be a reason why it is missing.
+
+    `keep` names the rows to run; all, if left out, but those that must be asked for. `moments` are for experiments that
+    look at the stream at some moments.
+    """
+    experiment = find_experiment(name)
+    return measure_of(experiment).run(name, experiment, plans, columns, kept(experiment, keep), moments)
+
+
+def kept(experiment: Experiment, keep: Sequence[str] | None) -> list[Row]:
+    """The rows of these names, however they are written; for None all, but of one that is shown the labels only why."""
+    known = {row.label.lower().replace(" ", ""): row for row in experiment.rows}
+    if keep is None:
+        return [row._replace(invalid=ASKED.format(row.label)) if row.oracle else row for row in experiment.rows]
+    wanted = {label.lower().replace(" ", "") for label in keep}
+    for label in wanted - known.keys():
+        raise registry.unknown("row", label, known)
+    return [row for label, row in known.items() if label in wanted]
+
+
+def write_results(folder: Path, name: str, result: Record, page: str) -> None:
+    """`name`.json and `name`.md in a folder; no times in either, so that runs can be compared byte for byte."""
+    write_atomic(folder / f"{name}.json", json.dumps(result, indent=1) + "\n")
+    write_atomic(folder / f"{name}.md", page)
+
+
+def write_experiment(folder: Path, result: Record, columns: Columns, command: str = "") -> None:
+    """A result in a folder, under its experiment's name: as JSON, as Markdown and as one self-contained HTML page."""
+    name = result["bench"]
+    measure = measure_of(EXPERIMENTS[name])
+    write_results(folder, name, result, markdown(result["title"], measure.sheets(result), measure.remarks(result)))
+    write_atomic(folder / f"{name}.html", page(result, columns, command))
+
+
+def page(result: Record, columns: Columns, command: str = "") -> str:
+    """A result as one self-contained HTML page."""
+    from testtime.report.conditions import machine, versions
+
+    made, about = measure_of(EXPERIMENTS[result["bench"]]).section(result, columns)
+    about |= {"Versions": versions(), "Machine": machine(torch.device("cpu")), "Command": command}
+    return html([made], {key: value for key, value in about.items() if value}, f"bench {result['bench']}")
