@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain, count, groupby
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import torch
 from PIL import Image
@@ -54,7 +54,8 @@ A_THREAD = 2**28  # bytes among them for each thread at least, so that photograp
 LARGE = 2**28  # bytes of an image from which memory is given back to the system once it is done
 PINNED = 2**26  # bytes of a picture from which memory that a GPU copies by itself is too dear: it is never given back
 
-Source = Any  # a path or what else holds an image's bytes, a Pillow image, pixels (H, W, 3) uint8; or features
+# a path or what else holds an image's bytes, a Pillow image, pixels (H, W, 3) uint8; or features
+Source: TypeAlias = str | StoredImage | Image.Image | Tensor
 
 _drawing = threading.Lock()  # a source of variations need not bear several threads
 
@@ -126,7 +127,7 @@ def on_device(encoder: Encoder) -> TypeGuard[DeviceEncoder]:
     return isinstance(encoder, DeviceEncoder) and encoder.device.type == "cuda"
 
 
-def _given(numbered: Iterator[tuple[int, Tensor]], like: Tensor | None) -> Iterator[Encoded]:
+def _given(numbered: Iterator[tuple[int, Any]], like: Tensor | None) -> Iterator[Encoded]:
     for index, rows in numbered:
         yield _unit(index, rows, rows[None] if rows.ndim == 1 else rows, like)
 

@@ -179,7 +179,7 @@ def _in_order(content: bytes) -> bytes:
     return len(header).to_bytes(8, "little") + header + content[begin:]
 
 
-def open_tensors(path: str | Path, error: type[InputError] = InputError) -> Any:
+def open_tensors(path: str | Path, error: type[InputError] = InputError) -> safe_open:
     """A safetensors file opened for lazy reading; what is wrong with it is said as `error`."""
     path = Path(path)
     if path.is_dir():
@@ -224,23 +224,23 @@ class Rows:
     def read(self, start: int, stop: int) -> Tensor:
         """The rows from start to stop, in memory of their own."""
         rows = torch.empty(stop - start, *self.shape[1:], dtype=self.dtype)
-        room = rows.view(torch.uint8).numpy().data.cast("B")
+        bytes_ = rows.view(torch.uint8).numpy().data.cast("B")
         done, width = 0, math.prod(self.shape[1:]) * rows.element_size()
         try:
             with open(self.path, "rb", buffering=0) as file:
                 if _identity(file.fileno()) != self._identity:
                     raise self.error(f"{self.path} has changed since it was opened. Start again.")
                 file.seek(self._begin + start * width)
-                while count := file.readinto(room[done:]):
+                while count := file.readinto(bytes_[done:]):
                     done += count
         except OSError as problem:
             raise self.error(f"Cannot read {self.path}: {problem.strerror or problem}.") from None
-        if done < len(room):
+        if done < len(bytes_):
             raise self.error(f"{self.path} is cut short. Write it again.")
         return rows
 
 
 def _identity(descriptor: int) -> tuple[int, int, int]:
     """What tells an open file from another that takes its name."""
-    facts = os.fstat(descriptor)
-    return facts.st_ino, facts.st_size, facts.st_mtime_ns
+    status = os.fstat(descriptor)
+    return status.st_ino, status.st_size, status.st_mtime_ns
