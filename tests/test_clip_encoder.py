@@ -265,7 +265,7 @@ def test_unreachable_hub_is_said_soon_with_a_way_out(monkeypatch: pytest.MonkeyP
 def test_cached_weights_are_used_without_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(clip, "try_to_load_from_cache", lambda *_: None)
-    monkeypatch.setattr(clip, "answers", lambda _: pytest.fail("asked the hub"))
+    monkeypatch.setattr(hub, "answers", lambda _: pytest.fail("asked the hub"))
     cached = tmp_path / ".cache/clip/RN50.pt"
     cached.parent.mkdir(parents=True)
     cached.write_bytes(b"")
@@ -275,7 +275,7 @@ def test_cached_weights_are_used_without_the_hub(monkeypatch: pytest.MonkeyPatch
 def with_hub_tokenizer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     """The name of a small model whose tokenizer lives on the hub, as SigLIP's does, with the hub out of reach."""
     monkeypatch.setattr(clip, "try_to_load_from_cache", lambda *_: None)
-    monkeypatch.setattr(clip, "answers", lambda _: False)
+    monkeypatch.setattr(hub, "answers", lambda _: False)
     text = dict(context_length=16, vocab_size=30522, width=32, heads=2, layers=1, hf_tokenizer_name="some/where")
     name = add_model(monkeypatch, "small", text_cfg=text)
     torch.save(clip.build(name).state_dict(), tmp_path / "mine.pt")

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from types import ModuleType
 
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from testtime.types import InputError, Preprocess
+from testtime.encoding import vit
+from testtime.encoding.compiled import ALIKE, COARSE, faithful
+from testtime.types import InputError, MissingPart, Preprocess
 
 TEXT_BATCH = 256  # sentences encoded at once
 
@@ -32,6 +36,15 @@ class TwoTowers(ABC):
     def text_features(self, texts: Sequence[str]) -> Tensor:
         """Features (n, D) of at most TEXT_BATCH sentences."""
 
+    def own_tower(self, kind: type[vit.Tower]) -> Callable[[Tensor], Tensor] | None:
+        """The image tower in a form of ours, a vision transformer of that `kind`; None where there is none."""
+        return None
+
+    def image_tower(self) -> Callable[[Tensor], Tensor]:
+        """From normalised pixels to features, as a GPU likes it; see `types.DeviceEncoder`."""
+        kind, least = (vit.Float8, COARSE) if self.float8 else (vit.Tower, ALIKE)
+        return faithful(self.own_tower(kind), self.image_features, self, least)
+
     def encode_images(self, pixels: Tensor) -> Tensor:
         """Unit features of preprocessed images: (B, 3, H, W) -> (B, D) float32, on the encoder's device."""
         if pixels.ndim != 4 or pixels.shape[1] != 3:
@@ -53,3 +66,13 @@ class TwoTowers(ABC):
             rows = torch.cat([self.text_features(texts[i : i + TEXT_BATCH]) for i in starts])
             features = normalize(rows.float(), dim=-1)
         return features.clone()
+
+
+def package(encoder: str, name: str) -> ModuleType:
+    """A package that an encoder needs, or how to come by it."""
+    try:
+        return import_module(name)
+    except ImportError:
+        raise MissingPart(
+            f"Encoder '{encoder}' needs the package {name}. Install it with: pip install 'testtime[{encoder}]'"
+        ) from None

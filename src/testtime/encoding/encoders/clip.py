@@ -27,9 +27,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from testtime.encoding import resnet, vit
-from testtime.encoding.compiled import COARSE, faithful
+from testtime.encoding.encoders import hub
 from testtime.encoding.encoders.base import TwoTowers
-from testtime.encoding.encoders.hub import answers, first_line
 from testtime.files import parse_json, read_bytes, torchscript
 from testtime.machine.lean_open_clip import open_clip, with_transformers
 from testtime.registry import unknown
@@ -73,12 +72,8 @@ class OpenClip(TwoTowers):
     def text_features(self, texts: Sequence[str]) -> Tensor:
         return self.model.encode_text(self.tokenizer(list(texts)).to(self.device))
 
-    def image_tower(self) -> Callable[[Tensor], Tensor]:
-        """From normalised pixels to features, as a GPU likes it; see `types.DeviceEncoder`."""
-        visual, plain = self.model.visual, self.model.encode_image
-        if self.float8:
-            return faithful(vit.from_open_clip(visual, vit.Float8), plain, self, COARSE)
-        return faithful(vit.from_open_clip(visual) or resnet.from_open_clip(visual), plain, self)
+    def own_tower(self, kind: type[vit.Tower]) -> Callable[[Tensor], Tensor] | None:
+        return vit.from_open_clip(self.model.visual, kind) or resnet.from_open_clip(self.model.visual)
 
     def soft_prompts(self, classnames: Sequence[str], words: str, chunk: int) -> Context:
         """Prompts whose first words are free; see `types.PromptEncoder`."""
@@ -178,21 +173,16 @@ def fetch(architecture: str, weights: str, tag: Mapping[str, str]) -> Path:
         if isinstance(cached, str | Path) and Path(cached).is_file():
             return Path(cached)
 
-    reason = "and the hub does not answer"
-    if answers(constants.ENDPOINT if repository else address):
-        try:
-            return Path(open_clip.pretrained.download_pretrained(dict(tag)))
-        except Exception as problem:  # the client's errors have no common root
-            reason = f"and the download failed ({first_line(problem)})"
     sources = [f"{constants.ENDPOINT}/{repository} ({files[0]})"] if repository else []
     sources += [address] if address else []
     # a plain file does not say which activation it was trained with; the name of the model can
     quick = f"{architecture}-quickgelu"
     model = quick if tag.get("quick_gelu") and quick in open_clip.list_models() else architecture
-    raise MissingPart(
-        f"Weights '{weights}' of {architecture} are not on this machine, {reason}.\n"
-        f"Fetch {' or '.join(sources)}, and write open_clip:{model}/PATH.\n"
-        "The encoder 'offline' needs no hub."
+    return hub.fetch(
+        constants.ENDPOINT if repository else address,
+        lambda: Path(open_clip.pretrained.download_pretrained(dict(tag))),
+        f"Weights '{weights}' of {architecture} are not on this machine",
+        f"Fetch {' or '.join(sources)}, and write open_clip:{model}/PATH.",
     )
 
 
@@ -201,14 +191,9 @@ def _hub_folder(repository: str, files: Sequence[str], purpose: str) -> str:
     for file in files:
         if isinstance(cached := try_to_load_from_cache(repository, file), str):
             return str(Path(cached).parent)
-    if not answers(constants.ENDPOINT):
-        raise MissingPart(
-            f"{purpose} is not on this machine, and the hub does not answer.\n"
-            f"Fetch {constants.ENDPOINT}/{repository} into the cache (`hf download {repository}`)"
-            f"{', or put tokenizer.json beside the checkpoint' if files == TOKENIZER_FILES else ''}.\n"
-            "The encoder 'offline' needs no hub."
-        )
-    return repository
+    way_out = f"Fetch {constants.ENDPOINT}/{repository} into the cache (`hf download {repository}`)"
+    way_out += ", or put tokenizer.json beside the checkpoint." if files == TOKENIZER_FILES else "."
+    return hub.fetch(constants.ENDPOINT, lambda: repository, f"{purpose} is not on this machine", way_out)
 
 
 def _tokenizer(architecture: str, path: Path) -> Callable[[list[str]], Tensor]:
@@ -285,7 +270,7 @@ def read(path: Path) -> Checkpoint:
             "Save its state_dict alone, best as .safetensors."
         ) from None
     except (SafetensorError, OSError, *torchscript.DAMAGED) as problem:
-        raise InputError(f"'{path}' cannot be read as a checkpoint: {first_line(problem)}") from None
+        raise InputError(f"'{path}' cannot be read as a checkpoint: {hub.first_line(problem)}") from None
 
     wrapped = isinstance(found, Mapping) and isinstance(found.get("state_dict"), Mapping)
     state = found["state_dict"] if wrapped else found

@@ -16,9 +16,9 @@ import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib import import_module
 from math import isqrt
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -27,9 +27,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from testtime.encoding import vit
-from testtime.encoding.compiled import COARSE, faithful
-from testtime.encoding.encoders.base import TwoTowers
-from testtime.encoding.encoders.hub import answers, first_line
+from testtime.encoding.encoders import hub
+from testtime.encoding.encoders.base import TwoTowers, package
 from testtime.files import parse_json
 from testtime.text import contexts
 from testtime.types import Context, InputError, MissingPart, Preprocess
@@ -109,11 +108,8 @@ class DualEncoder(TwoTowers):
     def text_features(self, texts: Sequence[str]) -> Tensor:
         return _pooled(self.model.get_text_features(**self.tokenize(texts)))
 
-    def image_tower(self) -> Callable[[Tensor], Tensor]:
-        """From normalised pixels to features, as a GPU likes it; see `types.DeviceEncoder`."""
-        if self.float8:
-            return faithful(vit.from_transformers(self.model, vit.Float8), self.image_features, self, COARSE)
-        return faithful(vit.from_transformers(self.model), self.image_features, self)
+    def own_tower(self, kind: type[vit.Tower]) -> vit.Tower | None:
+        return vit.from_transformers(self.model, kind)
 
     def soft_prompts(self, classnames: Sequence[str], words: str, chunk: int) -> Context:
         """Prompts whose first words are free; see `types.PromptEncoder`."""
@@ -136,12 +132,7 @@ class DualEncoder(TwoTowers):
 
 def load(spec: str, device: torch.device, dtype: torch.dtype) -> DualEncoder:
     """The encoder of "REPO_OR_PATH"."""
-    try:
-        transformers: Any = import_module("transformers")
-    except ImportError:
-        raise MissingPart(
-            "Encoder 'hf' needs the package transformers. Install it with: pip install 'testtime[hf]'"
-        ) from None
+    transformers = package("hf", "transformers")
     folder = find(spec)
     config = _config(folder)
     if lacking := _lacking(folder):
@@ -279,16 +270,11 @@ def fetch(repository: str) -> Path:
     cached = try_to_load_from_cache(repository, "config.json")
     if isinstance(cached, str) and not _lacking(Path(cached).parent):
         return Path(cached).parent
-    reason = "and the hub does not answer"
-    if answers(constants.ENDPOINT):
-        try:
-            return _download(repository)
-        except Exception as problem:  # the client's errors have no common root
-            reason = f"and the download failed ({first_line(problem)})"
-    raise MissingPart(
-        f"Model '{repository}' is neither a folder nor in the hub's cache, {reason}.\n"
-        f"Fetch {constants.ENDPOINT}/{repository} (`hf download {repository}`), or write hf:FOLDER for a copy of it.\n"
-        "The encoder 'offline' needs no hub."
+    return hub.fetch(
+        constants.ENDPOINT,
+        lambda: _download(repository),
+        f"Model '{repository}' is neither a folder nor in the hub's cache",
+        f"Fetch {constants.ENDPOINT}/{repository} (`hf download {repository}`), or write hf:FOLDER for a copy of it.",
     )
 
 
@@ -339,10 +325,10 @@ def _read(factory: Any, folder: Path, what: str) -> Any:
         name = package[0].lower() if package else "sentencepiece"
         raise MissingPart(f"The {what} in '{folder}' needs the package {name}: pip install {name}") from None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as problem:
-        raise InputError(f"The {what} in '{folder}' cannot be read: {first_line(problem)}") from None
+        raise InputError(f"The {what} in '{folder}' cannot be read: {hub.first_line(problem)}") from None
 
 
-def _model(transformers: Any, folder: Path, config: Mapping[str, Any]) -> Any:
+def _model(transformers: ModuleType, folder: Path, config: Mapping[str, Any]) -> Any:
     """The model with every weight from the folder: transformers would draw the missing ones at random."""
     name = FAMILIES[config["model_type"]].model
     if not hasattr(transformers, name):
@@ -359,7 +345,7 @@ def _model(transformers: Any, folder: Path, config: Mapping[str, Any]) -> Any:
             "Save them as model.safetensors."
         ) from None
     except (SafetensorError, OSError, RuntimeError, ValueError, TypeError, KeyError, EOFError) as problem:
-        raise InputError(f"The model in '{folder}' cannot be read: {first_line(problem)}") from None
+        raise InputError(f"The model in '{folder}' cannot be read: {hub.first_line(problem)}") from None
     wrong = [f"{key} is {tuple(found)}, not {tuple(wanted)}" for key, found, wanted in report["mismatched_keys"]]
     for what, names in (("Wrong shape", wrong), ("Missing", report["missing_keys"])):
         if names := sorted(names):
@@ -369,7 +355,7 @@ def _model(transformers: Any, folder: Path, config: Mapping[str, Any]) -> Any:
 
 
 @contextmanager
-def _quiet(transformers: Any) -> Iterator[None]:
+def _quiet(transformers: ModuleType) -> Iterator[None]:
     """Without progress bars and reports on standard error: what matters is raised."""
     logging = transformers.utils.logging
     bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()

