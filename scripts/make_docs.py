@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from pages import benchmarks, commands, differences, experiments, methods, speed
+from pages import architecture, benchmarks, commands, differences, experiments, methods, speed
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -23,6 +23,7 @@ WHOLE: dict[str, Callable[[], str]] = {
     "methods.md": methods.page,
 }
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
+    "architecture.md": {"rooms": architecture.picture},
     "data.md": {"benchmarks": benchmarks.table, "layouts": benchmarks.layouts},
     "dpe.md": {"differences": differences.part},
     "experiments.md": {

@@ -1,13 +1,18 @@
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from small_data import make_folders
+from torch.nn.functional import normalize
 
 import testtime as tt
 from testtime import checks, registry
+from testtime.datasets import Dataset, open_dataset
+from testtime.encoding.encoders import Deferred
 from testtime.methods.base import Base
 from testtime.methods.dpe import DPE
 
@@ -74,7 +79,7 @@ class Broken(Base):
     ],
 )
 def test_a_broken_promise_is_named(fault: str, promise: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(registry.METHODS, "broken", f"{__name__}:Broken")
+    monkeypatch.setitem(registry.METHODS.ours, "broken", registry.Entry(Broken))
     task, stream, _ = tt.toy(images=12, views=4)
     named = {
         "finite": checks.finite_logits,
@@ -89,22 +94,131 @@ def test_a_broken_promise_is_named(fault: str, promise: str, monkeypatch: pytest
 
 
 def test_a_sound_method_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(registry.METHODS, "broken", f"{__name__}:Broken")
+    monkeypatch.setitem(registry.METHODS.ours, "broken", registry.Entry(Broken))
     checks.check_method(Broken())
 
 
-def test_the_method_in_contributing_keeps_every_promise(monkeypatch: pytest.MonkeyPatch) -> None:
-    import re
-    import sys
-    import textwrap
-    import types
-    from pathlib import Path
+# --- encoders ---
 
-    guide = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
-    code = re.search(r"```python\n(.*?)```", guide, re.DOTALL)
-    assert code is not None
-    module = types.ModuleType("nearest")
-    monkeypatch.setitem(sys.modules, "nearest", module)
-    exec(compile(textwrap.dedent(code[1]), "CONTRIBUTING.md", "exec"), module.__dict__)
-    monkeypatch.setitem(registry.METHODS, "nearest", "nearest:Nearest")
-    checks.check_method(tt.make_method("nearest"))
+
+class Spoilt:
+    """The tiny encoder with one fault, by name."""
+
+    def __init__(self, fault: str) -> None:
+        self.whole, self.fault, self.calls = tt.load_encoder("tiny"), fault, 0
+
+    def __getattr__(self, name: str) -> Any:
+        spoilt = {"name": "tiny:4", "dim": 0, "scale": float("nan"), "device": "cpu", "preprocess": None}
+        return spoilt[name] if name == self.fault else getattr(self.whole, name)
+
+    def encode_images(self, pixels: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.fault == "any shape":
+            pixels = pixels.expand(-1, 3, -1, -1) if pixels.ndim == 4 else pixels[None]
+        if self.fault == "empty" and len(pixels) == 0:
+            return torch.zeros(0)
+        rows = self.whole.encode_images(pixels)
+        changed = {
+            "length": lambda: 2 * rows,
+            "double": lambda: rows.double(),
+            "one row": lambda: rows[:1],
+            "moody": lambda: normalize(rows + 1e-3 * self.calls, dim=1),
+            "company": lambda: normalize(rows - 0.1 * rows.mean(dim=0), dim=1),
+            "blind": lambda: rows.new_full(rows.shape, rows.shape[1] ** -0.5),
+        }
+        return changed.get(self.fault, lambda: rows)()
+
+    def encode_texts(self, texts: Any) -> torch.Tensor:
+        if self.fault == "letters":
+            texts = list(texts)
+        rows = self.whole.encode_texts(texts)
+        return normalize(rows + 1, dim=1) if self.fault == "prompts" else rows
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_tiny_encoder_keeps_every_promise(dtype: torch.dtype) -> None:
+    checks.check_encoder(tt.load_encoder("tiny:3", dtype=dtype))
+    checks.check_encoder(Deferred("tiny"))
+
+
+@pytest.mark.parametrize(
+    ("fault", "promise"),
+    [
+        ("dim", "`dim` is a whole number above 0; it is 0"),
+        ("scale", "`scale` is above 0; it is nan"),
+        ("device", "`device` is a torch.device; it is 'cpu'"),
+        ("preprocess", "`preprocess` is a Preprocess; it is None"),
+        ("one row", r"features of images are \(n, D\); they are \(1, 32\)"),
+        ("length", "features of images are unit rows; a length is off by 1"),
+        ("double", "features of images are float32"),
+        ("moody", "the same images have the same features"),
+        ("company", "an image's features do not depend on the batch; they differ by"),
+        ("empty", r"no images have features \(0, D\)"),
+        ("any shape", r"images \(3, H, W\) are refused as InputError"),
+        ("letters", "texts that are one string are refused"),
+        ("blind", "different images have different features"),
+        ("prompts", "soft prompts begin at texts; they differ by"),
+        ("name", "loaded again, images are the same"),
+    ],
+)
+def test_an_encoder_s_broken_promise_is_named(fault: str, promise: str) -> None:
+    with pytest.raises(checks.CheckFailed, match=promise):
+        checks.check_encoder(Spoilt(fault))
+
+
+def test_an_encoder_that_no_name_loads_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = tt.load_encoder("tiny")
+    monkeypatch.setattr(encoder, "name", "mine")
+    with pytest.raises(checks.CheckFailed, match="an encoder's name loads it again; Unknown encoder 'mine'"):
+        checks.check_encoder(encoder)
+
+
+def test_an_encoder_without_soft_prompts_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Plain(Spoilt):
+        def __getattr__(self, name: str) -> Any:
+            if name == "soft_prompts":
+                raise AttributeError(name)
+            return super().__getattr__(name)
+
+    checks.check_encoder(Plain("none"))
+
+
+# --- datasets ---
+
+
+@pytest.fixture
+def pets(tmp_path: Path) -> Dataset:
+    return open_dataset(make_folders(tmp_path / "pets"))
+
+
+def test_folders_keep_every_promise_with_labels_and_without(pets: Dataset) -> None:
+    checks.check_dataset(pets)
+    checks.check_dataset(open_dataset(Path(str(pets.paths[0])).parent))
+
+
+class Shaken(list):  # type: ignore[type-arg]
+    """Images in another order every time."""
+
+    def __iter__(self) -> Any:
+        self.reverse()
+        return super().__iter__()
+
+
+@pytest.mark.parametrize(
+    ("changed", "promise"),
+    [
+        (lambda data: {"paths": [], "labels": []}, "a dataset has images"),
+        (lambda data: {"labels": data.labels[1:]}, "12 images have 11 labels"),
+        (lambda data: {"labels": [3, *data.labels[1:]]}, "whole numbers below 3; label 0 is 3"),
+        (lambda data: {"labels": [*data.labels[1:], -1]}, "label 11 is -1"),
+        (lambda data: {"labels": [None, *data.labels[1:]]}, "label 0 is None"),
+        (lambda data: {"labels": [0] * 12, "classnames": ["cat"]}, "class names can be used; Give two classes"),
+        (lambda data: {"classnames": ["cat", "", "fox"]}, "class names can be used; Class name 2 of 3 is empty"),
+        (lambda data: {"paths": [*data.paths[:-1], Path("gone.png")]}, "image 11 is not: gone.png: no such file"),
+        (lambda data: {"paths": Shaken(data.paths)}, "same order every time"),
+        (lambda data: {"paths": [*data.paths[:-1], data.paths[0]]}, "a name of its own; 1 of 12 share one"),
+    ],
+)
+def test_a_dataset_s_broken_promise_is_named(pets: Dataset, changed: Any, promise: str) -> None:
+    with pytest.raises(checks.CheckFailed, match=promise):
+        checks.check_dataset(replace(pets, **changed(pets)))

@@ -299,7 +299,8 @@ def test_strict_stops_at_a_bad_image_and_keeps_what_was_written(cli, photos, tmp
         (["PHOTOS", "--classes", CLASSES, "-e", "tiny", "--views", "0"], "views"),
         (["PHOTOS", "--classes", CLASSES, "-e", "tiny", "--format", "xml"], "csv or jsonl"),
         (["PHOTOS", "--classes", CLASSES, "-e", "tiny", "--resume", "none.safetensors"], "none.safetensors"),
-        (["PHOTOS", "--classes", CLASSES, "-e", "tiny", "--template", "a photo"], "a photo"),
+        (["PHOTOS", "--classes", CLASSES, "-e", "tiny", "--template", "a photo"], "'a photo' has no {}"),
+        (["PHOTOS", "--classes", CLASSES, "-e", "tiny", "--template", "imagenet8"], "Did you mean 'imagenet80'"),
         (["PHOTOS", "-e", "tiny", "--shuffle", "--seed", str(2**70)], str(2**70)),
         (["PHOTOS", "-e", "tiny", "--save", "PHOTOS"], "it is a folder"),
         (["PHOTOS", "-e", "tiny", "--report", "PHOTOS/cat/0.png/run.html"], "Cannot write"),
@@ -415,10 +416,10 @@ def test_encode_refuses_a_folder_of_nothing_but_bad_images(cli, tmp_path) -> Non
 # the rest
 
 
-@pytest.mark.parametrize("what", ["methods", "encoders", "datasets"])
+@pytest.mark.parametrize("what", ["methods", "encoders", "datasets", "prompts"])
 def test_lists_name_what_there_is(cli, what) -> None:
     outcome = cli("list", what)
-    expected = {"methods": "dpe", "encoders": "open_clip", "datasets": "FOLDER"}[what]
+    expected = {"methods": "dpe", "encoders": "open_clip", "datasets": "FOLDER", "prompts": "imagenet80"}[what]
     assert outcome.code == 0 and expected in outcome.out
 
 

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from testtime import InputError, MissingPart, SettingError, UnknownName, load_encoder
+from testtime.checks import check_encoder
 from testtime.encoding import encoders as family
-from testtime.encoding.encoders import ENCODERS, Deferred, base, clip, describe, hub, needed
+from testtime.encoding.encoders import ENCODERS, Deferred, base, clip, hub, needed
 from testtime.encoding.encoders.tiny import tiny
 from testtime.types import Encoder
 
@@ -135,6 +136,13 @@ def add_model(monkeypatch: pytest.MonkeyPatch, name: str, **config: Any) -> str:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> str:
     return add_model(monkeypatch, "small")
+
+
+@pytest.mark.parametrize("kind", ["transformer", "resnet"])
+def test_a_model_from_a_file_keeps_every_promise(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = add_model(monkeypatch, kind, vision_cfg=VISIONS[kind])
+    torch.save(clip.build(name).state_dict(), tmp_path / "mine.pt")
+    check_encoder(load_encoder(f"open_clip:{name}/{tmp_path}/mine.pt"))
 
 
 def test_torchscript_archive_is_read_as_openai_s(small: str, tmp_path: Path) -> None:
@@ -461,8 +469,9 @@ def test_deferred_encoder_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPa
 
 
 def test_every_encoder_has_a_line_on_what_it_is() -> None:
-    assert [usage.partition(":")[0] for usage, _ in describe()] == sorted(ENCODERS)
-    assert all("\n" not in line and line for _, line in describe())
+    rows = ENCODERS.listing(pytest.fail)
+    assert [usage.partition(":")[0] for usage, _ in rows] == sorted(ENCODERS.ours)
+    assert all("\n" not in line and line for _, line in rows)
 
 
 def test_listing_encoders_imports_none_of_them() -> None:

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from testtime.datasets import labels_among, open_dataset, read_folders, read_split
-from testtime.experiments.plan import find_dataset
+from testtime.datasets import find_dataset, labels_among, open_dataset, read_folders, read_split
 from testtime.types import InputError
 
 

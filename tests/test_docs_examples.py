@@ -5,6 +5,8 @@ cannot run here says so in the page, in a comment before the block, with the rea
 
     <!-- compiled only: needs the benchmarks -->
     <!-- parsed only: takes minutes on real photographs -->
+
+The plug-ins that `docs/extend.md` shows, in blocks with the name of a file, are installed by the entry points it shows.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ import json
 import re
 import shlex
 import shutil
+import tomllib
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +26,7 @@ import typer
 from PIL import Image
 
 import testtime.encoding.encoders
+from testtime import registry
 from testtime.cli.app import app, main
 
 ROOT = Path(__file__).parents[1]
@@ -34,6 +39,8 @@ FENCE = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 SHELL = ("sh", "bash", "console")
+EXTEND = ROOT / "docs" / "extend.md"
+FILE = re.compile(r'^```python title="(?P<name>\w+\.py)"\n(?P<body>.*?)^```', re.MULTILINE | re.DOTALL)
 
 
 class Block(NamedTuple):
@@ -85,6 +92,10 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "photos.csv").write_text("path,label\n" + "\n".join(f"{path},{path.split('/')[1]}" for path in photos))
     (folder / "cupl.json").write_text(json.dumps({name: [f"A {name} has four legs."] for name in CLASSES}))
     (folder / "broken.png").write_bytes(b"not a picture")
+    (folder / "collection" / "herd" / "test").mkdir(parents=True)
+    for path in photos:
+        name, number = path.split("/")[1:]
+        shutil.copy(folder / path, folder / "collection" / "herd" / "test" / f"{name}_{number}")
     # what the first hour has left behind, for pages that go on from there
     with pytest.MonkeyPatch.context() as patch:
         sit_down(patch, folder)
@@ -100,17 +111,35 @@ def desk(stock: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sit_down(patch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Work in a folder, where every encoder is the tiny one."""
+    """Work in a folder, where plug-ins are installed, and every encoder that is none of theirs is the tiny one."""
     load = testtime.encoding.encoders.load_encoder
     patch.chdir(folder)
+    for file in FILE.finditer(EXTEND.read_text()):
+        (folder / file["name"]).write_text(file["body"])
+    patch.syspath_prepend(folder)
+    points = entry_points()
+    patch.setattr(registry, "entry_points", lambda group: [point for point in points if point.group == group])
 
-    def under_that_name(name: str, device: object = "cpu", dtype: object = None) -> object:
+    def under_that_name(name: str, device: str = "cpu", dtype: object = None) -> object:
+        if name in testtime.encoding.encoders.ENCODERS.plug_ins():
+            return load(name, device)
         encoder = load("tiny")
         encoder.name = name
         return encoder
 
     patch.setattr(testtime.encoding.encoders, "load_encoder", under_that_name)
     patch.setenv("COLUMNS", "120")
+
+
+def entry_points() -> list[EntryPoint]:
+    """Those that the page on plug-ins shows."""
+    return [
+        EntryPoint(name, value, group)
+        for block in blocks(EXTEND)
+        if block.language == "toml"
+        for group, points in tomllib.loads(block.body)["project"]["entry-points"].items()
+        for name, value in points.items()
+    ]
 
 
 def call(arguments: list[str]) -> None:
@@ -159,6 +188,14 @@ def test_commands_in_the_documents_run(page: Path, desk: None, capsys: pytest.Ca
         if block.language in SHELL and block.runs:
             for arguments in block.commands:
                 call(arguments)
+
+
+def test_the_page_on_plug_ins_has_one_of_each_kind_and_all_are_listed(desk: None, capsys) -> None:
+    groups = {f"testtime.{kind}": kind for kind in ("methods", "encoders", "datasets", "prompts")}
+    assert {point.group for point in entry_points()} == set(groups)
+    for point in entry_points():
+        call(["list", groups[point.group]])
+        assert point.name in capsys.readouterr().out
 
 
 def test_a_command_or_an_option_that_does_not_exist_is_noticed() -> None:

@@ -11,8 +11,8 @@ from conftest import command
 from small_data import make_folders, make_textures
 
 from testtime import load_encoder
-from testtime.datasets import Dataset, open_dataset
-from testtime.experiments.plan import Plan, find_dataset
+from testtime.datasets import Dataset, find_dataset, open_dataset
+from testtime.experiments.plan import Plan
 from testtime.experiments.recipes import recipe
 from testtime.experiments.scores import evaluate, summary
 from testtime.experiments.tables import described, evaluation_markdown

@@ -21,6 +21,7 @@ from tolerances import assert_close
 from torch.nn.functional import normalize
 
 from testtime import InputError, MissingPart, Session, build_task, load_encoder
+from testtime.checks import check_encoder
 from testtime.encoding.encoders import base, clip, hf, hub
 from testtime.images.views import clean
 from testtime.text.contexts import build_context
@@ -248,6 +249,11 @@ def test_the_start_of_a_context_gives_the_encoders_own_text_features(family) -> 
     own = encoder.encode_texts([text.replace("a photo of a", "art of the") for text in SENTENCES])
     assert_close(others(others.start), own, "arithmetic")
     assert (own - encoder.encode_texts(SENTENCES)).abs().max() > 1e-2
+
+
+@needs_transformers
+def test_every_family_keeps_every_promise(family) -> None:
+    check_encoder(load_encoder(f"hf:{family[1]}"))
 
 
 @needs_transformers

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from trees import TREES, write_image, write_tree
 
+from testtime.checks import check_dataset
 from testtime.datasets import benchmark, identify, locate, open_dataset
 from testtime.types import InputError
 
@@ -25,6 +26,7 @@ def seen(data, folder: Path) -> list[tuple[str, int, str]]:
 def test_a_benchmark_is_read_in_either_layout(tmp_path, name, layout) -> None:
     images = write_tree(tmp_path, name, layout)
     data = open_dataset(name, root=tmp_path)
+    check_dataset(data)
     expected = [(path, label, called.replace("_", " ")) for path, label, called in TREES[name].samples]
     assert seen(data, images) == expected
     assert data.name == name and f"{benchmark(name).images:,}" in data.notes[0]

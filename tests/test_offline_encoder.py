@@ -10,6 +10,7 @@ from PIL import Image
 from torch import Tensor
 
 from testtime import InputError, MissingPart, build_task, load_encoder
+from testtime.checks import check_encoder
 from testtime.images.views import clean
 from testtime.types import Encoder
 
@@ -32,6 +33,10 @@ def test_offline_is_an_encoder(offline: Encoder) -> None:
     assert (offline.name, offline.dim) == ("offline", 384 + 1280)
     assert offline.scale == pytest.approx(40 / 0.5**0.5)
     assert (offline.preprocess.size, offline.preprocess.resize) == (260, 260)
+
+
+def test_offline_keeps_every_promise(offline: Encoder) -> None:
+    check_encoder(offline)
 
 
 def test_features_are_float32_unit_rows(offline: Encoder) -> None:

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from testtime import InputError, UnknownName, load_encoder
-from testtime.text.prompts import TEMPLATES, build_task, find_templates, parse_classes, read_classes, read_classes_file
+from testtime.text.prompts import build_task, find_templates, parse_classes, read_classes, read_classes_file
+from testtime.text.templates import TEMPLATES
 from testtime.types import Preprocess
 
 
@@ -124,6 +125,20 @@ def test_unknown_templates_name_those_there_are() -> None:
 def test_template_without_a_place_for_the_class_is_refused() -> None:
     with pytest.raises(InputError, match="'a photo.'.*{}"):
         find_templates(["a photo."])
+    with pytest.raises(InputError, match="Template 'photo of' has no {} for the class"):
+        find_templates("photo of")  # no set's name has a space
+
+
+def test_sets_and_templates_stand_side_by_side() -> None:
+    assert find_templates(["imagenet7"]) == TEMPLATES["imagenet7"]
+    assert find_templates(["a {}.", "dtd"]) == ("a {}.", "{} texture.")
+
+
+def test_the_eighty_templates_are_a_set_by_name(letters: Letters) -> None:
+    eighty = find_templates("imagenet80")
+    assert len(eighty) == len(set(eighty)) == 80 and all("{}" in template for template in eighty)
+    build_task(letters, ["cat", "dog"], "imagenet80")
+    assert [len(call) for call in letters.calls] == [160]
 
 
 def test_descriptions_are_found_whatever_the_case(letters: Letters) -> None:

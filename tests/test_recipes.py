@@ -126,12 +126,6 @@ def test_views_follow_the_protocol_and_the_method() -> None:
             call()
 
 
-def test_the_eighty_templates_are_a_set_by_name() -> None:
-    eighty = recipes.template_set("imagenet80")
-    assert len(eighty) == len(set(eighty)) == 80 and all("{}" in template for template in eighty)
-    assert len(recipes.template_set("imagenet7")) == 7
-
-
 def test_unknown_names_are_errors_that_help() -> None:
     with pytest.raises(UnknownName, match="Did you mean 'caltech101'"):
         recipe("caltech10")

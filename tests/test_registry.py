@@ -1,19 +1,28 @@
-"""Methods by name, and settings from the text a person typed."""
+"""Four kinds of things by name, and settings from the text a person typed."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
+import torch
+from trees import write_image
 
-from testtime import registry
+from testtime import load_encoder, registry
+from testtime.checks import check_encoder
+from testtime.datasets import DATASETS, Dataset, benchmark, open_dataset
+from testtime.encoding.encoders import ENCODERS, Deferred
 from testtime.methods.base import Base
 from testtime.methods.dpe import DPE
 from testtime.methods.zeroshot import ZeroShot
-from testtime.types import InputError, SettingError, UnknownName
+from testtime.registry import METHODS
+from testtime.text.prompts import find_templates
+from testtime.text.templates import PROMPTS
+from testtime.types import Encoder, InputError, MissingPart, SettingError, UnknownName
 
 
 @dataclass(frozen=True)
@@ -25,12 +34,48 @@ class Mine(Base):
     strength: float = 0.5
 
 
+def load_mine(rest: str, device: torch.device, dtype: torch.dtype) -> Encoder:
+    """The tiny encoder under another name.
+
+    And more on it.
+    """
+    encoder = load_encoder(f"tiny:{rest}", device, dtype)
+    encoder.name = f"mine:{rest}"
+    return encoder
+
+
+def open_mine(root: Path, part: str) -> Dataset:
+    """Two pictures."""
+    if not (root / part).is_dir():
+        raise InputError(f"No folder {part} in {root}.")
+    return Dataset("mine", sorted((root / part).iterdir()), None, ["cat", "dog"])
+
+
+TEMPLATES = ["my {}.", "the {}."]
+
+
+def make_templates() -> list[str]:
+    """Templates that are made when asked for."""
+    return TEMPLATES
+
+
+KINDS = {
+    "methods": (METHODS, "Mine"),
+    "encoders": (ENCODERS, "load_mine"),
+    "datasets": (DATASETS, "open_mine"),
+    "prompts": (PROMPTS, "TEMPLATES"),
+}
+
+
 @pytest.fixture
 def plugged(monkeypatch):
-    """A plug-in is installed that offers `mine`, and another that claims the name `dpe`."""
-    points = [
-        EntryPoint(name="mine", value=f"{__name__}:Mine", group="testtime.methods"),
-        EntryPoint(name="dpe", value=f"{__name__}:Mine", group="testtime.methods"),
+    """A plug-in is installed that offers `mine` of each kind and two sets of prompts, and one that claims ours."""
+    points = [EntryPoint("mine", f"{__name__}:{target}", f"testtime.{group}") for group, (_, target) in KINDS.items()]
+    points += [EntryPoint(next(iter(kind.ours)), "no.such:module", kind.group) for kind, _ in KINDS.values()]
+    points += [
+        EntryPoint("dpe", f"{__name__}:Mine", "testtime.methods"),
+        EntryPoint("made", f"{__name__}:make_templates", "testtime.prompts"),
+        EntryPoint("wrong", f"{__name__}:KINDS", "testtime.prompts"),
     ]
 
     def installed(*, group: str):
@@ -42,7 +87,7 @@ def plugged(monkeypatch):
 # --- names ---
 
 
-@pytest.mark.parametrize("name", sorted(registry.METHODS))
+@pytest.mark.parametrize("name", list(registry.METHODS.ours))
 def test_every_name_in_the_table_leads_to_a_method_of_that_name(name):
     cls = registry.method_class(name)
     assert cls.name == name
@@ -89,6 +134,82 @@ def test_a_plug_in_is_found_by_its_name(plugged):
 def test_a_plug_in_does_not_replace_a_method_of_ours(plugged):
     assert registry.method_class("dpe") is DPE
     assert registry.method_names().count("dpe") == 1
+
+
+@pytest.mark.parametrize(("kind", "target"), KINDS.values(), ids=KINDS)
+def test_every_kind_finds_plug_ins_and_keeps_its_own_names(plugged, kind, target):
+    assert kind.find("mine") is globals()[target]
+    assert set(kind.names()) >= {*kind.ours, "mine"} and len(kind.names()) == len(set(kind.names()))
+    kind.find(next(iter(kind.ours)))  # and not the module that is none
+    with pytest.raises(UnknownName, match=f"Unknown {kind.word} 'mne'. Did you mean 'mine'. Available: .*mine"):
+        kind.find("mne")
+
+
+@pytest.mark.parametrize(("kind", "target"), KINDS.values(), ids=KINDS)
+def test_every_kind_names_a_plug_in_that_cannot_be_imported(monkeypatch, kind, target):
+    point = EntryPoint("bad", "no_such_module:thing", kind.group)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == kind.group else [])
+    said = f"{kind.word.capitalize()} 'bad' is a plug-in that cannot be imported, no_such_module:thing"
+    with pytest.raises(MissingPart, match=said):
+        kind.find("bad")
+    heard = []
+    rows = kind.listing(heard.append)
+    assert len(rows) == len(kind.ours) and len(heard) == 1 and heard[0].startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("group", "line"),
+    [
+        ("methods", "Somebody else's"),
+        ("encoders", "The tiny encoder under another name."),
+        ("datasets", "Two pictures."),
+        ("prompts", "2 templates, 'my {}.' to 'the {}.'"),
+    ],
+)
+def test_listings_have_a_line_on_each_plug_in(plugged, cli, monkeypatch, group, line):
+    monkeypatch.setenv("COLUMNS", "200")
+    _, out, _ = cli("list", group)
+    assert [row.split(maxsplit=1)[1].strip() for row in out.splitlines() if row.startswith("mine")] == [line]
+
+
+def test_an_encoder_of_a_plug_in_is_loaded_with_what_follows_its_name(plugged):
+    encoder = load_encoder("mine:3")
+    assert encoder.name == "mine:3" and Deferred("mine:3").dim == encoder.dim
+    check_encoder(encoder)
+    with pytest.raises(SettingError, match="float8 is for CLIP's vision transformers on a GPU, not for 'mine:3'"):
+        load_encoder("mine:3", dtype=torch.float8_e4m3fn)
+
+
+def test_a_dataset_of_a_plug_in_is_opened_by_name_in_any_spelling(plugged, tmp_path):
+    write_image(tmp_path / "test" / "1.png")
+    data = open_dataset("Mine", root=tmp_path)
+    assert data.paths == [tmp_path / "test" / "1.png"]
+    with pytest.raises(InputError, match="No folder train"):
+        open_dataset("mine", root=tmp_path, part="train")
+    with pytest.raises(InputError, match=r"say where it lies \(--root FOLDER\)"):
+        open_dataset("mine")
+    with pytest.raises(UnknownName, match="'mine' is a plug-in's"):
+        benchmark("mine")
+
+
+def test_data_check_finds_the_datasets_of_plug_ins(plugged, cli, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    write_image(tmp_path / "test" / "1.png")
+    code, out, _ = cli("data", "check", tmp_path, "--json")
+    found = json.loads(out)["datasets"][-1]
+    assert code == 0 and len(json.loads(out)["datasets"]) == 16
+    assert (found["name"], found["state"], found["images"], found["expected_images"]) == ("mine", "found", 1, None)
+    _, out, _ = cli("data", "check", tmp_path)
+    assert "mine" in out and "Not there: 15 of 16" in out
+    code, out, err = cli("data", "check", write_image(tmp_path / "empty" / "x" / "1.png").parent)
+    assert code == 2 and "No folder test in" in " ".join(out.split()) and "None of the 16" in err
+
+
+def test_prompt_sets_of_plug_ins_are_templates(plugged):
+    assert find_templates("mine") == find_templates("made") == ("my {}.", "the {}.")
+    assert find_templates(["single", "made"]) == ("a photo of a {}.", "my {}.", "the {}.")
+    with pytest.raises(InputError, match="Template 'methods' has no {}"):
+        find_templates("wrong")
 
 
 def test_a_method_of_no_plug_in_is_unknown():

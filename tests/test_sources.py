@@ -10,6 +10,8 @@ import pytest
 from small_data import make_folders, make_textures
 
 from testtime import Features
+from testtime.checks import check_dataset
+from testtime.datasets import open_dataset
 
 NAMES = ("cat", "dog", "fox")
 
@@ -51,6 +53,13 @@ def as_saved(photos: Path) -> list[str]:
 def written(file: Path) -> list[tuple[str, str]]:
     with open(file, newline="") as lines:
         return [(row["label"], row["confidence"]) for row in csv.DictReader(lines)]
+
+
+@pytest.mark.parametrize("form", [as_folder, as_csv, as_shards, as_saved])
+def test_every_form_keeps_every_promise(photos, tmp_path, form, monkeypatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    check_dataset(open_dataset(form(photos)[0]))
 
 
 @pytest.mark.parametrize("form", [as_csv, as_shards, as_saved])

@@ -45,7 +45,7 @@ def page() -> str:
     """The page, in Markdown."""
     measured, conditions, tower = costs()
     rows = []
-    for name in registry.METHODS:
+    for name in registry.METHODS.ours:
         cls = registry.method_class(name)
         rows.append(
             [
@@ -71,7 +71,7 @@ def page() -> str:
         f"them on a shared two-core machine ({conditions}). With a star: through a small text tower ({tower}); these "
         "methods cost what the tower does, and that of a real encoder is many times as large.",
     ]
-    for name in registry.METHODS:
+    for name in registry.METHODS.ours:
         cls = registry.method_class(name)
         lines += ["", f"## {name}", "", f"{cls.summary}.", "", f"*{cls.source}*", ""]
         settings = fields(cls)

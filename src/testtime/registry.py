@@ -1,46 +1,38 @@
-"""Names to things: methods by name, with their settings read from text, and helpful misses.
+"""Names to things of four kinds: methods, encoders, datasets and prompt sets. Settings read from text, helpful misses.
 
-Other packages add methods with an entry point in the group `testtime.methods`.
+Each kind has a table of ours, and a group of entry points (`testtime.methods`, `testtime.encoders`,
+`testtime.datasets`, `testtime.prompts`) for those of other packages; `docs/extend.md` has an example of each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
 from importlib import import_module
-from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from testtime.errors import MissingPart, SettingError, UnknownName
 
 if TYPE_CHECKING:
     from testtime.types import Method
 
-METHODS = {
-    "ctpt": "testtime.methods.tpt:CTPT",
-    "difftpt": "testtime.methods.difftpt:DiffTPT",
-    "dmn": "testtime.methods.dmn:DMN",
-    "dota": "testtime.methods.dota:DOTA",
-    "dpe": "testtime.methods.dpe:DPE",
-    "mcp": "testtime.methods.mcp:MCP",
-    "mta": "testtime.methods.mta:MTA",
-    "tda": "testtime.methods.tda:TDA",
-    "tps": "testtime.methods.tps:TPS",
-    "tpt": "testtime.methods.tpt:TPT",
-    "zero": "testtime.methods.zero:ZERO",
-    "zeroshot": "testtime.methods.zeroshot:ZeroShot",
-}
-
+T = TypeVar("T")
 TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
-def unknown(kind: str, name: str, available: Iterable[str]) -> UnknownName:
-    """An error that names what was asked for, the nearest thing to it, and all there is."""
+def unknown(kind: str, name: str, available: Iterable[str], meant: str | None = None) -> UnknownName:
+    """An error that names what was asked for, the nearest thing to it (or what is `meant`), and all there is."""
     names = sorted(available)
-    near = get_close_matches(name.lower(), names, n=1, cutoff=0.5)
+    near = [meant] if meant else get_close_matches(name.lower(), names, n=1, cutoff=0.5)
     hint = f" Did you mean '{near[0]}'?" if near else ""
     return UnknownName(f"Unknown {kind} '{name}'.{hint} Available: {', '.join(names)}.")
+
+
+def folded_name(name: str) -> str:
+    """A class's name as names are compared: without case, `_` read as a space."""
+    return " ".join(name.replace("_", " ").split()).casefold()
 
 
 def load(target: str) -> Any:
@@ -49,26 +41,108 @@ def load(target: str) -> Any:
     return getattr(import_module(module), name)
 
 
+def summary(thing: object) -> str:
+    """One line on a thing: its `summary`, how many templates it is, or the first line of its docstring."""
+    if said := getattr(thing, "summary", ""):
+        return str(said)
+    if isinstance(thing, Sequence) and thing:
+        return f"'{thing[0]}'" if len(thing) == 1 else f"{len(thing)} templates, '{thing[0]}' to '{thing[-1]}'"
+    return (getattr(thing, "__doc__", None) or "").strip().partition("\n")[0]
+
+
+class Entry(NamedTuple):
+    """One of ours in the table of its kind."""
+
+    target: object  # the thing itself, or "module:name", imported when it is asked for
+    usage: str = ""  # how its name is written, where more belongs to it
+    summary: str = ""  # one line for listings; that of the thing itself where it is left out
+
+
+@dataclass(frozen=True)
+class Kind(Generic[T]):
+    """All things of one kind by name: ours, and those of installed plug-ins. A name of ours stays ours."""
+
+    word: str  # what messages call one of them
+    group: str  # of the plug-ins' entry points
+    ours: dict[str, Entry]
+    folded: Callable[[str], str] = str  # names that this makes equal are one
+
+    def plug_ins(self) -> dict[str, EntryPoint]:
+        """The entry points of other packages by name, sorted."""
+        ours = set(map(self.folded, self.ours))
+        points = {point.name: point for point in entry_points(group=self.group)}
+        return {name: points[name] for name in sorted(points) if self.folded(name) not in ours}
+
+    def names(self) -> list[str]:
+        """Our names in the order of the table, then those of plug-ins."""
+        return [*self.ours, *self.plug_ins()]
+
+    def known(self, name: str) -> str | None:
+        """The name as it is listed, None where there is none such."""
+
+        def among(names: Iterable[str]) -> str | None:
+            return next((known for known in names if self.folded(known) == self.folded(name)), None)
+
+        return among(self.ours) or among(self.plug_ins())  # which takes a look at every installed package
+
+    def find(self, name: str) -> T:
+        """The thing of that name, imported now; a plug-in that cannot be imported is a MissingPart."""
+        known = self.known(name)
+        if known is None:
+            raise unknown(self.word, name, self.names())
+        if known in self.ours:
+            target: Any = self.ours[known].target
+            return load(target) if isinstance(target, str) else target
+        point = self.plug_ins()[known]
+        try:
+            return point.load()
+        except (Exception, SystemExit) as problem:  # another package's code, which may do anything
+            reason = " ".join(f"{type(problem).__name__}: {problem}".split())[:200]
+            raise MissingPart(
+                f"{self.word.capitalize()} '{known}' is a plug-in that cannot be imported, {point.value} ({reason}). "
+                "Mend or uninstall its package."
+            ) from problem
+
+    def listing(self, on_broken: Callable[[str], None]) -> list[tuple[str, str]]:
+        """How each name is written, with one line on it; `on_broken` hears of plug-ins that cannot be imported."""
+        rows = []
+        for name in self.names():
+            entry = self.ours.get(name, Entry(None))
+            try:
+                rows.append((entry.usage or name, entry.summary or summary(self.find(name))))
+            except MissingPart as problem:
+                on_broken(str(problem))
+        return rows
+
+
+METHODS: Kind[type[Any]] = Kind(
+    "method",
+    "testtime.methods",
+    {
+        "ctpt": Entry("testtime.methods.tpt:CTPT"),
+        "difftpt": Entry("testtime.methods.difftpt:DiffTPT"),
+        "dmn": Entry("testtime.methods.dmn:DMN"),
+        "dota": Entry("testtime.methods.dota:DOTA"),
+        "dpe": Entry("testtime.methods.dpe:DPE"),
+        "mcp": Entry("testtime.methods.mcp:MCP"),
+        "mta": Entry("testtime.methods.mta:MTA"),
+        "tda": Entry("testtime.methods.tda:TDA"),
+        "tps": Entry("testtime.methods.tps:TPS"),
+        "tpt": Entry("testtime.methods.tpt:TPT"),
+        "zero": Entry("testtime.methods.zero:ZERO"),
+        "zeroshot": Entry("testtime.methods.zeroshot:ZeroShot"),
+    },
+)
+
+
 def method_names() -> list[str]:
     """The names of all methods, ours and those of installed plug-ins, sorted."""
-    return sorted({*METHODS, *(point.name for point in entry_points(group="testtime.methods"))})
+    return sorted(METHODS.names())
 
 
 def method_class(name: str) -> type[Any]:
     """The method class of that name."""
-    if name in METHODS:
-        return load(METHODS[name])
-    for point in entry_points(group="testtime.methods"):
-        if point.name == name:
-            try:
-                return point.load()
-            except (Exception, SystemExit) as problem:  # another package's code, which may do anything
-                reason = " ".join(f"{type(problem).__name__}: {problem}".split())[:200]
-                raise MissingPart(
-                    f"Method '{name}' is a plug-in that cannot be imported, {point.value} ({reason}). "
-                    "Mend or uninstall its package."
-                ) from problem
-    raise unknown("method", name, method_names())
+    return METHODS.find(name)
 
 
 def make_method(name: str, preset: str | None = None, settings: Mapping[str, object] | None = None) -> Method:
@@ -77,7 +151,7 @@ def make_method(name: str, preset: str | None = None, settings: Mapping[str, obj
     >>> make_method("dpe", "paper", {"alpha": "4", "steps": 2}).alpha
     4.0
     """
-    cls = method_class(name)
+    cls = METHODS.find(name)
     chosen = {key: read_setting(cls, key, value) for key, value in (settings or {}).items()}
     if preset is None:
         return cls(**chosen)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -13,29 +12,37 @@ from rich.table import Table
 from testtime import __version__
 from testtime.cli.options import flag
 from testtime.cli.terminal import err, note, out
-from testtime.errors import MissingPart
 
 app = typer.Typer()
 
 
+KINDS = {
+    "methods": "testtime.registry:METHODS",
+    "encoders": "testtime.encoding.encoders:ENCODERS",
+    "datasets": "testtime.datasets:DATASETS",
+    "prompts": "testtime.text.templates:PROMPTS",
+}
+FORMS = [  # of datasets that have no name
+    ("FOLDER", "Your own images; folders named after a class give labels to score with"),
+    ("FILE.tar, FILE.csv, ...", "Shards of webdataset, a table of paths and labels, Parquet, a saved dataset"),
+    ("FILE.safetensors", "Features made by 'testtime encode', for 'testtime replay' and 'report'"),
+]
+
+
 @app.command("list", epilog="Example:  testtime list methods")
 def list_(
-    what: Annotated[str, typer.Argument(metavar="methods|encoders|datasets", help="What to list.")] = "methods",
+    what: Annotated[str, typer.Argument(metavar="|".join(KINDS), help="What to list.")] = "methods",
 ) -> None:
-    """List the methods, encoders or datasets there are."""
+    """List the methods, encoders, datasets or sets of prompts there are, those of plug-ins included."""
     from testtime import registry
 
-    tables: dict[str, Callable[[], list[tuple[str, str]]]] = {
-        "methods": _methods,
-        "encoders": _encoders,
-        "datasets": _datasets,
-    }
-    if what not in tables:
-        raise registry.unknown("list", what, tables)
+    if what not in KINDS:
+        raise registry.unknown("list", what, KINDS)
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
-    for name, summary in tables[what]():
+    kind: registry.Kind[object] = registry.load(KINDS[what])
+    for name, summary in kind.listing(lambda line: note(f"note: {line}")) + FORMS * (what == "datasets"):
         table.add_row(escape(name), escape(summary))
     out.print(table)
 
@@ -79,32 +86,3 @@ def _torch_version() -> str:
     if spec is None or spec.origin is None:
         return "not installed"
     return run_path(str(Path(spec.origin).with_name("version.py")))["__version__"]
-
-
-def _methods() -> list[tuple[str, str]]:
-    from testtime import registry
-
-    rows = []
-    for name in registry.method_names():
-        try:
-            rows.append((name, str(getattr(registry.method_class(name), "summary", ""))))
-        except MissingPart as problem:
-            note(f"note: {problem}")
-    return rows
-
-
-def _encoders() -> list[tuple[str, str]]:
-    from testtime.encoding.encoders import describe
-
-    return describe()
-
-
-def _datasets() -> list[tuple[str, str]]:
-    from testtime.datasets import BENCHMARKS
-
-    return [
-        *((row.name, f"{row.title}: {row.images:,} images, {row.classes:,} classes") for row in BENCHMARKS),
-        ("FOLDER", "Your own images; folders named after a class give labels to score with"),
-        ("FILE.tar, FILE.csv, ...", "Shards of webdataset, a table of paths and labels, Parquet, a saved dataset"),
-        ("FILE.safetensors", "Features made by 'testtime encode', for 'testtime replay' and 'report'"),
-    ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from testtime.datasets.benchmarks import Benchmark
     from testtime.datasets.check import Finding
 
-app = typer.Typer(no_args_is_help=True, help="Which benchmarks are there, and where to get the others.")
+app = typer.Typer(no_args_is_help=True, help="Which datasets are there, and where to get the others.")
 
-STYLES = {"complete": "green", "half copied": "yellow", "differs": "yellow", "broken": "red"}
+STYLES = {"complete": "green", "found": "green", "half copied": "yellow", "differs": "yellow", "broken": "red"}
 
 Json = Annotated[bool, flag("--json", help="One JSON object on standard output.")]
 
@@ -34,12 +34,13 @@ def check(
 ) -> None:
     """Look for the fifteen benchmarks in a folder: found where, how many images, what is missing.
 
-    Layouts of CoOp and of TPT are both found. Exits 0 if something usable is there and nothing is broken.
+    Layouts of CoOp and of TPT are both found; so are the datasets of plug-ins. Exits 0 if something usable is there and
+    nothing is broken.
     """
-    from testtime.datasets.check import check_benchmarks
+    from testtime.datasets.check import check_datasets
 
     with waiting("looking") as status:
-        findings = check_benchmarks(root.expanduser(), lambda row: status.update(f"looking at {row.title}"))
+        findings = check_datasets(root.expanduser(), lambda name: status.update(f"looking at {name}"))
     if as_json:
         print(json.dumps({"root": str(root), "datasets": [_finding(finding) for finding in findings]}))
     else:
@@ -92,23 +93,23 @@ def _facts(row: Benchmark, prompts: dict[str, list[str]]) -> list[tuple[str, str
     return facts
 
 
-def _finding(finding: Finding) -> dict[str, Any]:
+def _finding(finding: Finding) -> dict[str, object]:
     row = finding.row
     return {
-        "name": row.name,
+        "name": finding.name,
         "state": finding.state,
         "folder": None if finding.folder is None else str(finding.folder),
         "layout": finding.layout or None,
         "images": finding.images,
-        "expected_images": row.images,
+        "expected_images": row.images if row else None,
         "classes": finding.classes,
-        "expected_classes": row.classes,
+        "expected_classes": row.classes if row else None,
         "notes": list(finding.notes),
     }
 
 
 def _print_findings(findings: list[Finding], root: Path) -> None:
-    """The benchmarks that are there, what there is to say of them, and then those to download."""
+    """The datasets that are there, what there is to say of them, and then those to download."""
     found = [finding for finding in findings if finding.folder is not None]
     if found:
         gap = 2 if out.width >= 100 else 1  # a folder's name should not be broken
@@ -120,12 +121,11 @@ def _print_findings(findings: list[Finding], root: Path) -> None:
         table.add_column("layout", no_wrap=True)
         table.add_column("found in", overflow="fold")
         for finding in found:
-            row = finding.row
             table.add_row(
-                row.name,
+                finding.name,
                 f"[{STYLES[finding.state]}]{finding.state}[/]",
                 f"{finding.images:,}",
-                f"{row.images:,}",
+                f"{finding.row.images:,}" if finding.row else "",
                 f"{finding.classes:,}",
                 finding.layout,
                 escape(_below(finding.folder, root)),
@@ -134,7 +134,7 @@ def _print_findings(findings: list[Finding], root: Path) -> None:
     for finding in found:
         if finding.notes:
             notes = escape("; ".join(finding.notes))
-            out.print(f"[{STYLES[finding.state]}]{finding.row.name}[/]: {notes}", highlight=False)
+            out.print(f"[{STYLES[finding.state]}]{finding.name}[/]: {notes}", highlight=False)
     missing = [finding for finding in findings if finding.folder is None]
     if missing:
         out.print(f"\n[bold]Not there[/]: {len(missing)} of {len(findings)}", highlight=False)
@@ -143,11 +143,10 @@ def _print_findings(findings: list[Finding], root: Path) -> None:
         for column in ("dataset", "download", "from")[: 3 if wide else 2]:
             table.add_column(column, style="bold" if column == "dataset" else "", no_wrap=True)
         for finding in missing:
-            row = finding.row
-            where = [row.archive, row.source]
-            table.add_row(row.name, *(map(escape, where if wide else ["\n".join(where)])))
+            where = [finding.row.archive, finding.row.source] if finding.row else [*finding.notes, ""]
+            table.add_row(finding.name, *(map(escape, where if wide else ["\n".join(where)])))
         out.print(table)
-        if any(finding.row.kind == "split" for finding in missing):
+        if any(finding.row and finding.row.kind == "split" for finding in missing):
             from testtime.datasets.benchmarks import SPLITS
 
             out.print(f"[dim]split_zhou_*.json files are linked from {SPLITS}[/]", highlight=False)

@@ -92,7 +92,7 @@ def eval_(
     Views are encoded once and kept in --out; every method then runs over them. results.json and results.md there
     hold no times: the same command gives the same bytes, however often it was interrupted.
     """
-    from testtime.experiments.plan import find_dataset
+    from testtime.datasets import find_dataset
     from testtime.experiments.run import write_results
     from testtime.experiments.scores import evaluate
     from testtime.experiments.tables import evaluation_markdown
@@ -249,6 +249,7 @@ def _plan(
     """The plan that the options say."""
     from testtime.experiments import recipes
     from testtime.experiments.plan import Plan
+    from testtime.text.prompts import find_templates
     from testtime.types import ViewPlan
 
     if limit is not None and limit < 1:
@@ -259,7 +260,6 @@ def _plan(
         raise InputError(f"--shard {shard}: at least one image to a shard.")
     if augmix and views is None:
         raise InputError("--augmix goes with --views N; without it, the recipe decides on both.")
-    one = template[0] if template and len(template) == 1 else template  # one may be the name of a set
     return Plan(
         output,
         encoder,
@@ -267,7 +267,7 @@ def _plan(
         track,
         protocol,
         None if views is None else ViewPlan(views, augmix),
-        recipes.template_set(one) if one else None,
+        find_templates(template) if template else None,
         descriptions,
         learned,
         limit,

@@ -12,8 +12,11 @@ from testtime.cli.terminal import note, waiting
 from testtime.errors import InputError
 
 if TYPE_CHECKING:
+    import torch
+
+    from testtime import types
     from testtime.datasets import Dataset
-    from testtime.types import StoredImage
+    from testtime.encoding.encoders import Deferred
 
 
 def flag(*names: str, help: str, **others: Any) -> Any:
@@ -57,7 +60,9 @@ Preset = Annotated[str | None, typer.Option("--preset", help="A named set of set
 Templates = Annotated[
     list[str] | None,
     typer.Option(
-        "--template", metavar="TEXT", help="A prompt with {} for the class, or a named set; may be given again."
+        "--template",
+        metavar="TEXT",
+        help="A prompt with {} for the class, or a named set (see 'list prompts'); may be given again.",
     ),
 ]
 Descriptions = Annotated[
@@ -104,7 +109,7 @@ def method_of(name: str, preset: str | None, settings: list[str] | None, start: 
     return registry.make_method(name, preset, dict(start or {}) | pairs(settings))
 
 
-def encoder_of(name: str, device: str) -> Any:
+def encoder_of(name: str, device: str) -> Deferred:
     """The encoder, loaded when it is first needed."""
     from testtime.encoding.encoders import Deferred
 
@@ -129,9 +134,8 @@ def source_of(
 
     Classes are those given, or else those that the images come with.
     """
-    from testtime.datasets import labels_among
+    from testtime.datasets import find_dataset, labels_among
     from testtime.datasets.dataset import NAMELESS, some
-    from testtime.experiments.plan import find_dataset
     from testtime.text.prompts import check_classes
 
     data = find_dataset(what, root, labelled=False)
@@ -160,25 +164,26 @@ def class_names(classes: str | None, file: Path | None) -> tuple[str, ...]:
 
 
 def task_of(
-    encoder: Any,
+    encoder: types.Encoder,
     names: tuple[str, ...],
     templates: list[str] | None,
     descriptions: Path | None,
     prompts: str | None = None,
     context: bool = False,
-) -> Any:
+) -> types.Task:
     from testtime.text.prompts import build_task
 
-    one = templates[0] if templates and len(templates) == 1 else templates  # one may be the name of a set
     # names given twice have been refused; a benchmark may have two classes of one name
     with waiting("encoding the class names"):
         return build_task(
-            encoder, names, templates=one, descriptions=descriptions, prompts=prompts, context=context,
+            encoder, names, templates=templates, descriptions=descriptions, prompts=prompts, context=context,
             allow_duplicates=True,
         )  # fmt: skip
 
 
-def variations_of(spec: str | None, views: int | None, images: Sequence[StoredImage], device: Any) -> tuple[Any, int]:
+def variations_of(
+    spec: str | None, views: int | None, images: Sequence[types.StoredImage], device: torch.device
+) -> tuple[types.Variations | None, int]:
     """The source of variations that --variations names, if it does, and how many views --views stands for.
 
     Ready-made ones are looked for at once, for every image.

@@ -8,17 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from testtime.datasets import own, shards, tables
-from testtime.datasets.benchmarks import BENCHMARKS, Benchmark, benchmark, folded, templates
+from testtime.datasets.benchmarks import BENCHMARKS, DATASETS, Benchmark, benchmark, templates
 from testtime.datasets.dataset import Dataset, labels_among, listed_images, subfolders
-from testtime.datasets.locate import Place, identify, locate, read_benchmark
+from testtime.datasets.locate import Place, identify, locate, open_benchmark, read_benchmark
 from testtime.datasets.own import read_folders
 from testtime.datasets.splits import SPLIT, read_split
 from testtime.images.reading import IMAGE_SUFFIXES
 from testtime.types import InputError
 
 __all__ = [
-    "BENCHMARKS", "Benchmark", "Dataset", "Place", "benchmark", "identify", "labels_among", "locate", "open_dataset",
-    "read_benchmark", "read_folders", "read_split", "templates",
+    "BENCHMARKS", "DATASETS", "Benchmark", "Dataset", "Place", "benchmark", "find_dataset", "identify", "labels_among",
+    "locate", "open_dataset", "read_benchmark", "read_folders", "read_split", "templates",
 ]  # fmt: skip
 
 WAYS = "class folders, images, a split_zhou_*.json, .tar shards, Parquet, a saved Hugging Face dataset or a CSV"
@@ -28,8 +28,8 @@ STANDARD_INPUT = "-"
 def open_dataset(what: str | Path, *, root: str | Path | None = None, part: str = "test") -> Dataset:
     """The images that `what` stands for, with their labels where there are any.
 
-    `what` is the short name of a benchmark, with `root` the folder that holds the datasets or the benchmark's own;
-    or a path, and what is there decides:
+    `what` is the short name of a benchmark, with `root` the folder that holds the datasets or the benchmark's own (or
+    of a plug-in's dataset, with the folder that it asks for); or a path, and what is there decides:
 
     - a benchmark's own folder, in CoOp's or TPT's layout, or any folder with a `split_zhou_*.json`
     - a folder of class folders, or of the parts train, val and test with class folders in them
@@ -44,14 +44,8 @@ def open_dataset(what: str | Path, *, root: str | Path | None = None, part: str 
     if not str(what).strip():
         raise InputError(f"No images given: an empty name. A dataset is {WAYS}.")
     if root is not None:
-        row = benchmark(str(what))
-        place = locate(row, Path(os.path.expanduser(root)), given=True)
-        if place is None:
-            raise InputError(
-                f"{row.title} is not in {root}: looked for {row.coop} and {row.tpt}. Download {row.archive} "
-                f"from {row.source}; 'testtime data check {root}' shows what is there."
-            )
-        return read_benchmark(place, part)
+        found, folder = DATASETS.find(str(what)), Path(os.path.expanduser(root))
+        return open_benchmark(found, folder, part) if isinstance(found, Benchmark) else found(folder, part)
     path = Path(text)
     if text == STANDARD_INPUT:
         return own.read_unlabelled(text)
@@ -65,11 +59,23 @@ def open_dataset(what: str | Path, *, root: str | Path | None = None, part: str 
         return shards.read_shards(shards.find_shards(text), path.stem)
     if glob.has_magic(text):
         return own.read_unlabelled(text)
-    if folded(text) in {folded(row.name) for row in BENCHMARKS}:
+    if DATASETS.known(text):
         raise InputError(
             f"{text} is a benchmark: say where it lies (--root FOLDER), the folder of all datasets or its own."
         )
     raise InputError(f"No folder or file {text}, nor a benchmark of that name. A dataset is {WAYS}.")
+
+
+def find_dataset(what: str, root: Path | None = None, *, labelled: bool = True) -> Dataset:
+    """A dataset by its path, or a benchmark by its short name in the folder `root` that holds it.
+
+    One without labels is refused, unless `labelled` is False.
+    """
+    dataset = open_dataset(what) if os.path.exists(os.path.expanduser(what)) else open_dataset(what, root=root)
+    if labelled and dataset.labels is None:
+        why = f" ({'; '.join(dataset.notes)})" if dataset.notes else ""
+        raise InputError(f"{what} has no labels to score with{why}: put images in folders named after their classes.")
+    return dataset
 
 
 def _open_file(file: Path, part: str) -> Dataset:

@@ -7,12 +7,15 @@ does; "not stated" where neither says.
 
 from __future__ import annotations
 
-import json
-from functools import cache
+from collections.abc import Callable
 from importlib.resources import files
+from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
-from testtime.registry import unknown
+from testtime.datasets.dataset import Dataset
+from testtime.registry import Entry, Kind, unknown
+from testtime.text.templates import TEMPLATES
+from testtime.types import UnknownName
 
 Track = Literal["released", "paper"]
 
@@ -33,6 +36,11 @@ class Benchmark(NamedTuple):
     archive: str
     source: str
     terms: str
+
+    @property
+    def summary(self) -> str:
+        """One line on it."""
+        return f"{self.title}: {self.images:,} images, {self.classes:,} classes"
 
 
 BENCHMARKS = (
@@ -165,21 +173,41 @@ BENCHMARKS = (
 SPLITS = "https://github.com/KaiyangZhou/CoOp/blob/main/DATASETS.md"  # where the split files are linked from
 
 
+# the set of prompts in the released code of DPE, and that of the paper, where one is not of the benchmark's own name
+PROMPT_SETS: dict[str, tuple[str, str]] = {
+    "imagenet": ("imagenet7", "imagenet7"),
+    "imagenet-v2": ("imagenet7", "imagenet7"),
+    "imagenet-a": ("imagenet7", "imagenet7"),
+    "imagenet-r": ("imagenet80", "imagenet7"),
+    "imagenet-sketch": ("imagenet80", "imagenet7"),
+    "caltech101": ("imagenet7", "single"),
+    "stanford-cars": ("stanford-cars", "single"),
+    "sun397": ("imagenet7", "single"),
+}
+
+
+def folded(name: str) -> str:
+    """A name as folders are compared: `oxford_pets`, `OxfordPets` and `oxford-pets` are one."""
+    return name.replace("-", "").replace("_", "").replace(" ", "").casefold()
+
+
+# a plug-in's is a function of the folder that holds it and of the part wanted, "test" or "train"
+Reader = Callable[[Path, str], Dataset]
+DATASETS: Kind[Benchmark | Reader] = Kind(
+    "dataset", "testtime.datasets", {row.name: Entry(row) for row in BENCHMARKS}, folded
+)
+
+
 def benchmark(name: str) -> Benchmark:
     """The benchmark of that short name; case, `-` and `_` do not matter.
 
     >>> benchmark("oxford_pets").images
     3669
     """
-    for row in BENCHMARKS:
-        if folded(row.name) == folded(name):
-            return row
-    raise unknown("dataset", name, [row.name for row in BENCHMARKS])
-
-
-def folded(name: str) -> str:
-    """A name as folders are compared: `oxford_pets`, `OxfordPets` and `oxford-pets` are one."""
-    return name.replace("-", "").replace("_", "").replace(" ", "").casefold()
+    found = DATASETS.find(name)
+    if not isinstance(found, Benchmark):
+        raise UnknownName(f"Dataset '{name}' is a plug-in's; its size, its source and its prompts are not known here.")
+    return found
 
 
 def templates(name: str, track: Track = "released") -> tuple[str, ...]:
@@ -190,14 +218,8 @@ def templates(name: str, track: Track = "released") -> tuple[str, ...]:
     """
     if track not in get_args(Track):
         raise unknown("track", track, get_args(Track))
-    table = _templates()
-    chosen = table[track][benchmark(name).name]
-    return tuple(table["sets"][chosen] if isinstance(chosen, str) else chosen)
-
-
-@cache
-def _templates() -> dict[str, dict[str, str | list[str]]]:
-    return json.loads(data_text("templates.json"))
+    own = benchmark(name).name
+    return TEMPLATES[PROMPT_SETS.get(own, (own, own))[track == "paper"]]
 
 
 def data_text(name: str) -> str:

@@ -1,4 +1,4 @@
-"""What is there of the benchmarks: found where, whole or not, and what to download for the rest."""
+"""What is there of the datasets known by name: found where, whole or not, and what to download for the rest."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from testtime.datasets.benchmarks import BENCHMARKS, SPLITS, Benchmark
+from testtime.datasets import open_dataset
+from testtime.datasets.benchmarks import BENCHMARKS, DATASETS, SPLITS, Benchmark
 from testtime.datasets.locate import locate, read_benchmark
 from testtime.types import InputError
 
-State = Literal["complete", "half copied", "differs", "broken", "missing"]
+State = Literal["complete", "found", "half copied", "differs", "broken", "missing"]
 
 
 class Finding(NamedTuple):
-    """One benchmark as it was found."""
+    """One dataset as it was found."""
 
-    row: Benchmark
+    name: str
+    row: Benchmark | None  # None for a plug-in's, of which it is not known how much there should be
     state: State
-    folder: Path | None = None  # the dataset's own
+    folder: Path | None = None  # the dataset's own; for a plug-in's, where it was looked for
     layout: str = ""
     images: int = 0
     classes: int = 0
@@ -26,33 +28,44 @@ class Finding(NamedTuple):
 
     @property
     def usable(self) -> bool:
-        """Whether the benchmark can be run as it is."""
+        """Whether the dataset can be run as it is."""
         return self.images > 0
 
 
-def check_benchmarks(root: str | Path, on_row: Callable[[Benchmark], None] | None = None) -> list[Finding]:
-    """One finding per benchmark in `root`, in the order of the table; `on_row` hears of each before it is read."""
+def check_datasets(root: str | Path, on_name: Callable[[str], None] | None = None) -> list[Finding]:
+    """One finding per dataset in `root`: the benchmarks in the order of their table, then those of plug-ins.
+
+    `on_name` hears what each is called before it is read.
+    """
     findings = []
-    for row in BENCHMARKS:
-        if on_row:
-            on_row(row)
-        findings.append(_check(row, Path(root)))
+    for name, row in ({row.name: row for row in BENCHMARKS} | dict.fromkeys(DATASETS.plug_ins())).items():
+        if on_name:
+            on_name(row.title if row else name)
+        findings.append(_check(row, Path(root)) if row else _check_plug_in(name, Path(root)))
     return findings
 
 
 def _check(row: Benchmark, root: Path) -> Finding:
     place = locate(row, root)
     if place is None:
-        return Finding(row, "missing", notes=(how_to_get(row),))
+        return Finding(row.name, row, "missing", notes=(how_to_get(row),))
     try:
         data = read_benchmark(place)
     except InputError as problem:
-        return Finding(row, "broken", place.home, place.layout, notes=(str(problem),))
+        return Finding(row.name, row, "broken", place.home, place.layout, notes=(str(problem),))
     size = len(data), len(data.classnames)
     state: State = "complete" if size == (row.images, row.classes) else "half copied"
     if state != "complete" and (size[0] >= row.images or size[1] > row.classes):
         state = "differs"
-    return Finding(row, state, place.home, place.layout, *size, data.notes)
+    return Finding(row.name, row, state, place.home, place.layout, *size, data.notes)
+
+
+def _check_plug_in(name: str, root: Path) -> Finding:
+    try:
+        data = open_dataset(name, root=root)
+    except InputError as problem:  # it alone knows whether this is none of its data, or damaged ones
+        return Finding(name, None, "missing", notes=(str(problem),))
+    return Finding(name, None, "found", root, "", len(data), len(data.classnames), data.notes)
 
 
 def how_to_get(row: Benchmark) -> str:

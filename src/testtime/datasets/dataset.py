@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from testtime.files import read_bytes
-from testtime.images.reading import IMAGE_SUFFIXES, class_numbers, folded_name, labels_from_folders
+from testtime.images.reading import IMAGE_SUFFIXES, class_numbers, labels_from_folders
+from testtime.registry import folded_name
 from testtime.types import InputError, StoredImage
 
 CLASSNAMES = "classnames.txt"  # honoured beside images whose labels are numbers
@@ -89,6 +90,32 @@ def present(folder: Path, names: Sequence[str]) -> list[bool]:
                 listing[parent] = set()
         found.append(base in listing[parent])
     return found
+
+
+def existing(folder: Path, listed: Sequence[str], none: str) -> tuple[list[int], list[str]]:
+    """Which of the images listed are below a folder, and a note on those that are not; `none` begins an error."""
+    there = present(folder, listed)
+    missing = [name for name, found in zip(listed, there, strict=True) if not found]
+    if len(missing) == len(listed):
+        raise InputError(f"{none}, {listed[0]} first.")
+    notes = [f"{len(missing):,} of {len(listed):,} listed images are missing, {missing[0]} first"] if missing else []
+    return [index for index, found in enumerate(there) if found], notes
+
+
+def content(file: Path) -> bytes:
+    """What is in a file that belongs to a dataset; one that cannot be read is an error that says why."""
+    try:
+        return read_bytes(file)
+    except OSError as problem:
+        raise InputError(f"Cannot read {file}: {problem.strerror or problem}.") from None
+
+
+def read_text(file: Path) -> str:
+    """Likewise, as text."""
+    try:
+        return content(file).decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise InputError(f"Cannot read {file}: it is not text, or not UTF-8.") from None
 
 
 def number_labels(
@@ -172,10 +199,6 @@ def labels_among(data: Dataset, classnames: Sequence[str]) -> list[int | None]:
 
 
 def _names(beside: Path) -> list[str]:
-    try:
-        lines = read_bytes(beside / CLASSNAMES).decode("utf-8-sig").splitlines()
-    except FileNotFoundError:
+    if not (beside / CLASSNAMES).exists():
         return []
-    except (OSError, UnicodeDecodeError) as problem:
-        raise InputError(f"Cannot read {beside / CLASSNAMES}: {problem}.") from None
-    return [spaced(line.strip()) for line in lines if line.strip()]
+    return [spaced(line.strip()) for line in read_text(beside / CLASSNAMES).splitlines() if line.strip()]

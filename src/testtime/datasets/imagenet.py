@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from testtime.datasets.benchmarks import Benchmark, data_text
-from testtime.datasets.dataset import CLASSNAMES, Dataset, listed_images, some, spaced, subfolders
+from testtime.datasets.dataset import CLASSNAMES, Dataset, listed_images, read_text, some, spaced, subfolders
 from testtime.types import InputError
 
 VALIDATION = re.compile(r"ILSVRC2012_val_(\d{8})\.JPEG", re.IGNORECASE)
@@ -90,10 +90,7 @@ def _names(row: Benchmark, home: Path, images: Path) -> list[str]:
     table = class_table()
     for file in (home / CLASSNAMES, images / CLASSNAMES):
         if file.is_file():
-            try:
-                table = _table(file.read_text(encoding="utf-8-sig"))
-            except (OSError, UnicodeDecodeError) as problem:
-                raise InputError(f"Cannot read {file}: {problem}.") from None
+            table = _table(read_text(file))
             if lacking := [wnid for wnid in _wnids(row) if not table.get(wnid)]:
                 raise InputError(
                     f"{file} lacks {len(lacking):,} of {row.classes:,} classes, {lacking[0]} first; "

@@ -59,6 +59,17 @@ def look(row: Benchmark, home: Path) -> Place | None:
     return Place(row, home, insides[0], _layout(row, home, insides[0]), split)
 
 
+def open_benchmark(row: Benchmark, root: Path, part: str) -> Dataset:
+    """A part of a benchmark that should lie in `root`, which holds all datasets or is the dataset's own folder."""
+    place = locate(row, root, given=True)
+    if place is None:
+        raise InputError(
+            f"{row.title} is not in {root}: looked for {row.coop} and {row.tpt}. Download {row.archive} "
+            f"from {row.source}; 'testtime data check {root}' shows what is there."
+        )
+    return read_benchmark(place, part)
+
+
 def read_benchmark(place: Place, part: str = "test") -> Dataset:
     """The images of a benchmark, counted against what its test part is known to hold."""
     row = place.row

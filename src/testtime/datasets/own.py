@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
-from typing import Any
 
-from testtime.datasets.dataset import Dataset, listed_images, number_labels, present, spaced, subfolders
+from testtime.datasets.dataset import Dataset, existing, listed_images, number_labels, read_text, spaced, subfolders
 from testtime.datasets.imagenet import class_table
-from testtime.files import parse_json, read_bytes
+from testtime.files import parse_json
 from testtime.images.reading import find_images
 from testtime.types import InputError
 
@@ -68,35 +67,26 @@ def read_table(file: Path) -> Dataset:
     A CSV has columns path and label, by a header or in that order; a label is a name or a number from 0. Images
     that are not there are left out, with a note.
     """
+    text = read_text(file)
     try:
-        text = read_bytes(file).decode("utf-8-sig")
         rows, column = _json_rows(file, text) if file.suffix.lower() == ".jsonl" else _csv_rows(file, text)
-    except OSError as problem:
-        raise InputError(f"Cannot read {file}: {problem.strerror or problem}.") from None
-    except UnicodeDecodeError:
-        raise InputError(f"{file} is not UTF-8 text.") from None
     except (csv.Error, ValueError) as problem:
         raise InputError(f"{file} is no table of images: {problem}.") from None
     if not rows:
         raise InputError(f"{file} lists no images; its lines read path,label.")
-    there = present(file.parent, [path for path, _ in rows])
-    missing = [path for (path, _), found in zip(rows, there, strict=True) if not found]
-    if len(missing) == len(rows):
-        raise InputError(f"None of the {len(rows):,} images in {file} is there, {missing[0]} first; paths start at it.")
+    listed = [path for path, _ in rows]
+    kept, missing = existing(file.parent, listed, f"None of the {len(rows):,} images in {file} is there")
     labels, names, notes = number_labels([label for _, label in rows], file.parent, f"{column} of {file}")
-    kept = [index for index, found in enumerate(there) if found]
-    if missing:
-        notes = [f"{len(missing):,} of {len(rows):,} listed images are missing, {missing[0]} first", *notes]
     return Dataset(
         file.parent.name if file.stem == "metadata" else file.stem,
-        [file.parent / rows[i][0] for i in kept],
+        [file.parent / listed[i] for i in kept],
         None if labels is None else [labels[i] for i in kept],
         names,
-        tuple(notes),
+        (*missing, *notes),
     )
 
 
-def _csv_rows(file: Path, text: str) -> tuple[list[tuple[str, str | None]], str]:
+def _csv_rows(file: Path, text: str) -> tuple[list[tuple[str, object]], str]:
     """Paths and labels, and which column the labels are."""
     delimiter = "\t" if file.suffix.lower() == ".tsv" else ","
     rows = [row for row in csv.reader(text.splitlines(), delimiter=delimiter, strict=True) if any(row)]
@@ -113,7 +103,7 @@ def _csv_rows(file: Path, text: str) -> tuple[list[tuple[str, str | None]], str]
     return [(row[path].strip(), None if label is None else row[label]) for row in rows], column
 
 
-def _json_rows(file: Path, text: str) -> tuple[list[tuple[str, Any]], str]:
+def _json_rows(file: Path, text: str) -> tuple[list[tuple[str, object]], str]:
     """Paths and labels, and under which name the labels are."""
     rows, column = [], "Label"
     for number, line in enumerate(text.splitlines(), start=1):

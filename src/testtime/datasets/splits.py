@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from testtime.datasets.dataset import Dataset, present, spaced, subfolders
-from testtime.files import parse_json, read_bytes
+from testtime.datasets.dataset import Dataset, content, existing, present, read_text, spaced, subfolders
+from testtime.files import parse_json
 from testtime.types import InputError
 
 SPLIT = "split_zhou_*.json"  # [path, label, class name] under train, val and test
@@ -34,8 +34,10 @@ def read_split(file: str | Path, root: str | Path, part: str = "test", places: S
     position = {label: index for index, label in enumerate(numbers)}
     listed = [path for path, _, _ in rows]
     folder = _image_folder(list(places) or [root, *(root / name for name in subfolders(root))], listed, root)
-    return _existing(
-        root.name, folder, listed, [position[label] for _, label, _ in rows], [spaced(names[n]) for n in numbers]
+    kept, notes = existing(folder, listed, f"{folder} has none of the {len(listed):,} images listed")
+    labels = [position[rows[i][1]] for i in kept]
+    return Dataset(
+        root.name, [folder / listed[i] for i in kept], labels, [spaced(names[n]) for n in numbers], tuple(notes)
     )
 
 
@@ -53,17 +55,8 @@ def read_aircraft(lists: Path, images: Path, part: str = "test") -> Dataset:
         labels.append(position[name])
     if not listed:
         raise InputError(f"{file} is empty.")
-    return _existing(lists.name, images, listed, labels, names)
-
-
-def _existing(name: str, folder: Path, listed: Sequence[str], labels: Sequence[int], names: Sequence[str]) -> Dataset:
-    there = present(folder, listed)
-    missing = [path for path, found in zip(listed, there, strict=True) if not found]
-    if len(missing) == len(listed):
-        raise InputError(f"{folder} has none of the {len(listed):,} images listed, {listed[0]} first.")
-    notes = (f"{len(missing):,} of {len(listed):,} listed images are missing, {missing[0]} first",) if missing else ()
-    kept = [index for index, found in enumerate(there) if found]
-    return Dataset(name, [folder / listed[i] for i in kept], [labels[i] for i in kept], list(names), notes)
+    kept, notes = existing(images, listed, f"{images} has none of the {len(listed):,} images listed")
+    return Dataset(lists.name, [images / listed[i] for i in kept], [labels[i] for i in kept], names, tuple(notes))
 
 
 def _image_folder(places: Sequence[Path], listed: Sequence[str], root: Path) -> Path:
@@ -79,10 +72,8 @@ def _image_folder(places: Sequence[Path], listed: Sequence[str], root: Path) -> 
 
 def _read(file: Path) -> dict[str, list[tuple[str, int, str]]]:
     try:
-        split = parse_json(read_bytes(file), f"{file} is not a split file: its text", kind=dict)
+        split = parse_json(content(file), f"{file} is not a split file: its text", kind=dict)
         return {part: [_row(*row) for row in rows] for part, rows in split.items()}
-    except OSError as problem:
-        raise InputError(f"Cannot read {file}: {problem.strerror or problem}.") from None
     except (ValueError, TypeError):
         raise InputError(f"{file} is not a split file: JSON with lists of [path, label, class name].") from None
 
@@ -95,9 +86,4 @@ def _row(path: object, label: object, name: object) -> tuple[str, int, str]:
 
 
 def _lines(file: Path) -> list[str]:
-    try:
-        return [line.strip() for line in read_bytes(file).decode("utf-8").splitlines() if line.strip()]
-    except OSError as problem:
-        raise InputError(f"Cannot read {file}: {problem.strerror or problem}.") from None
-    except UnicodeDecodeError:
-        raise InputError(f"{file} is damaged: it is not text.") from None
+    return [line.strip() for line in read_text(file).splitlines() if line.strip()]

@@ -7,13 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from testtime.datasets.dataset import Dataset, number_labels
+from testtime.datasets.dataset import Dataset, content, number_labels
 from testtime.datasets.own import LABEL_COLUMNS, part_names
 from testtime.files import parse_json, read_bytes
 from testtime.types import ImageError, InputError, MissingPart
 
+T = TypeVar("T")
 IMAGE_COLUMNS = ("image", "img", "jpg", "png")
 
 
@@ -88,7 +89,7 @@ def read_tables(files: Sequence[Path], name: str, beside: Path) -> Dataset:
         raise InputError(f"{beside} lists no data files.")
     columns = _columns(files[0])
     images: list[TableImage] = []
-    values: list[Any] = []
+    values: list[object] = []
     for file in files:
         counts, size = _counts(file), os.path.getsize(file)
         if sum(counts) > size:
@@ -123,18 +124,15 @@ def _columns(file: Path) -> Columns:
     label = next((name for name in LABEL_COLUMNS if name in schema.names), next(iter(classes), None))
     if both := [name for name in (image, label) if name in twice]:
         raise InputError(f"{file} has the column '{both[0]}' more than once.")
-    names = _listed(what, features[label], "names", str) if label is not None and label in classes else []
-    return Columns(image, label, names)
+    told = _object(features, label, what) if label is not None and label in classes else {}
+    return Columns(image, label, _listed(what, told, "names", str))
 
 
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        return parse_json(read_bytes(file), file, kind=dict)
-    except OSError as problem:
-        raise InputError(f"Cannot read {file}: {problem.strerror or problem}.") from None
+def _json(file: Path) -> Mapping[str, object]:
+    return parse_json(content(file), file, kind=dict)
 
 
-def _object(within: Mapping[str, Any], name: str, what: object) -> Mapping[str, Any]:
+def _object(within: Mapping[str, object], name: str, what: object) -> Mapping[str, object]:
     """A part of a JSON object that is an object; empty where it is not there."""
     value = within.get(name) or {}
     if not isinstance(value, dict):
@@ -142,7 +140,7 @@ def _object(within: Mapping[str, Any], name: str, what: object) -> Mapping[str, 
     return value
 
 
-def _listed(what: object, within: Mapping[str, Any], name: str, kind: type) -> list[Any]:
+def _listed(what: object, within: Mapping[str, object], name: str, kind: type[T]) -> list[T]:
     """A part of a JSON object that is a list of one kind of things; empty where it is not there."""
     value = within.get(name) or []
     if not isinstance(value, list) or not all(isinstance(entry, kind) for entry in value):
@@ -159,7 +157,7 @@ def _counts(file: Path) -> list[int]:
         return [opened.metadata.row_group(group).num_rows for group in range(opened.num_row_groups)]
 
 
-def _values(file: Path, column: str, group: int) -> list[Any]:
+def _values(file: Path, column: str, group: int) -> list[object]:
     with _reading(file):
         return _group(file, column, group).to_pylist()
 

@@ -62,6 +62,7 @@ class Experiment(NamedTuple):
     axes: tuple[str, ...] = ()  # of the figure: one for a curve, two for a heat map
     costs: tuple[str, ...] = ()  # columns of `tables.COSTS`; with any, cells run one at a time, their costs their own
     note: str = ""
+    views: int | None = None  # of every row where none are asked for; else as the dataset's recipe says
     measure: str = "scores"  # what is measured and drawn: the module of this room that does it
 
 
@@ -227,6 +228,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     ),
     "systems": Experiment(
         "Every system: accuracy, time, memory", SYSTEMS, costs=("ms per image", "peak MB", "state MB"),
+        views=1, note="Every system sees the same views, one unless --views says otherwise.",
     ),
 }  # fmt: skip
 

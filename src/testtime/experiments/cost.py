@@ -48,9 +48,9 @@ def estimate(
             if isinstance(plan, str):
                 found.append(_unknown(experiment, name, column, dataset, plan))
             elif isinstance(dataset, str):
-                found.append(_absent(experiment, name, plan, column))
+                found.append(_absent(experiment, name, plan.of(experiment), column))
             else:
-                found.append(_here(experiment, name, plan, column, dataset))
+                found.append(_here(experiment, name, plan.of(experiment), column, dataset))
     return found
 
 

@@ -1,20 +1,20 @@
-"""A plan: how an experiment is run, whichever it is; and which dataset and recipe it is run on."""
+"""A plan: how an experiment is run, whichever it is, and by which recipe on which dataset."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from testtime import registry
-from testtime.datasets import Dataset, open_dataset, templates
+from testtime.datasets import Dataset, templates
 from testtime.datasets.benchmarks import folded
 from testtime.experiments import recipes
-from testtime.experiments.catalogue import Row
+from testtime.experiments.catalogue import Experiment, Row
 from testtime.experiments.lab import SHARD, Cell, Lab, Record, Text
 from testtime.experiments.oracle import oracle_of
 from testtime.experiments.recipes import Recipe
+from testtime.text.prompts import find_templates
 from testtime.types import Encoder, InputError, Method, ViewPlan
 
 SINGLE = "a photo of a {}."
@@ -55,6 +55,10 @@ class Plan:
         """What results say of the plan."""
         return {"track": self.track, "protocol": self.protocol, "seeds": list(self.seeds), "limit": self.limit}
 
+    def of(self, experiment: Experiment) -> Plan:
+        """The plan with the views that an experiment asks for, unless others were given."""
+        return replace(self, views=self.views or (ViewPlan(experiment.views) if experiment.views else None))
+
     def cells(self, row: Row, dataset: Dataset, found: Recipe | None) -> list[Cell] | str:
         """The cells of an experiment's row on a dataset, one for each seed, or why there are none."""
         if row.invalid:
@@ -78,8 +82,8 @@ class Plan:
             return f"{needed}: give --descriptions FILE, JSON in the CuPL format"
         return {
             "single": Text((SINGLE,)),
-            "ensemble": Text(recipes.template_set("imagenet7")),
-            "ensemble80": Text(recipes.template_set("imagenet80")),
+            "ensemble": Text(find_templates("imagenet7")),
+            "ensemble80": Text(find_templates("imagenet80")),
             "templates": Text(self.templates_of(found)),
             "descriptions": Text((), descriptions),
         }.get(kind) or Text(self.templates_of(found), descriptions)
@@ -125,15 +129,3 @@ Plans = Mapping[str, Plan | str]  # a plan by its encoder's name, or why that is
 def recipe_of(dataset: Dataset) -> Recipe | None:
     """The recipe of a dataset that goes by a benchmark's name and has as many classes; None for one's own."""
     return recipes.find_recipe(dataset.name, len(dataset.classnames))
-
-
-def find_dataset(what: str, root: Path | None = None, *, labelled: bool = True) -> Dataset:
-    """A dataset by its path, or a benchmark by its short name in the folder `root` that holds it.
-
-    One without labels is refused, unless `labelled` is False.
-    """
-    dataset = open_dataset(what) if os.path.exists(os.path.expanduser(what)) else open_dataset(what, root=root)
-    if labelled and dataset.labels is None:
-        why = f" ({'; '.join(dataset.notes)})" if dataset.notes else ""
-        raise InputError(f"{what} has no labels to score with{why}: put images in folders named after their classes.")
-    return dataset

@@ -11,10 +11,10 @@ from typing import Protocol
 import torch
 
 from testtime import registry
-from testtime.datasets import Dataset
+from testtime.datasets import Dataset, find_dataset
 from testtime.experiments.catalogue import EXPERIMENTS, Experiment, Row
 from testtime.experiments.lab import Record
-from testtime.experiments.plan import Columns, Plans, find_dataset
+from testtime.experiments.plan import Columns, Plans
 from testtime.experiments.tables import Sheet, markdown
 from testtime.files import write_atomic
 from testtime.report.page import Section, html
@@ -93,6 +93,7 @@ def run_experiment(
     look at the stream at some moments.
     """
     experiment = find_experiment(name)
+    plans = {encoder: plan if isinstance(plan, str) else plan.of(experiment) for encoder, plan in plans.items()}
     return measure_of(experiment).run(name, experiment, plans, columns, kept(experiment, keep), moments)
 
 

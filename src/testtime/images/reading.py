@@ -18,6 +18,7 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from testtime.files import NotRegular, opened, read_bytes
+from testtime.registry import folded_name
 from testtime.types import ImageError, InputError, StoredImage
 
 MAX_PIXELS = 200_000_000  # an image has no more, wherever it is from; a header can promise far more in a few bytes
@@ -262,11 +263,6 @@ def labels_from_folders(paths: Sequence[str | Path], classnames: Sequence[str]) 
 def class_numbers(classnames: Sequence[str]) -> dict[str, int]:
     """The place of each class by its folded name; the first of several that share one."""
     return {folded_name(name): number for number, name in reversed(list(enumerate(classnames)))}
-
-
-def folded_name(name: str) -> str:
-    """A class's name as names are compared: without case, `_` read as a space."""
-    return " ".join(name.replace("_", " ").split()).casefold()
 
 
 def _sorted_images(paths: Iterable[Path], where: str) -> list[Path]:

