@@ -383,7 +383,7 @@ def test_finished_cells_and_shards_are_not_done_again(systems, plan, monkeypatch
     monkeypatch.setattr(type(plan.encoder), "encode_images", broken)
     ran: list[str] = []
     real = cells._measured
-    monkeypatch.setattr(cells, "_measured", lambda *a: (ran.append(a[1].name), real(*a))[1])
+    monkeypatch.setattr(cells, "_measured", lambda *a: (ran.append(a[1].method.name), real(*a))[1])
     again = systems(SYSTEMS)
     assert again[:2] == first and ran == ["dpe"]
 
@@ -391,10 +391,10 @@ def test_finished_cells_and_shards_are_not_done_again(systems, plan, monkeypatch
 def test_an_interrupted_bench_ends_with_the_same_rows(systems, plan, tmp_path, monkeypatch) -> None:
     real = cells._measured
 
-    def interrupted(task: object, method: DPE, *rest: object) -> object:
-        if method.name == "dpe":
+    def interrupted(task: object, scorer: cells.Scorer, *rest: object) -> object:
+        if scorer.method.name == "dpe":
             raise KeyboardInterrupt
-        return real(task, method, *rest)
+        return real(task, scorer, *rest)
 
     monkeypatch.setattr(cells, "_measured", interrupted)
     with pytest.raises(KeyboardInterrupt):

@@ -23,7 +23,7 @@ from testtime.steppers import form_of, open_stepper
 from testtime.steppers.plain import Plain
 from testtime.types import InputError, SettingError, StateError, Task, ViewPlan
 
-METHODS = sorted(set(fuzz_states.METHODS) - set(fuzz_states.TOWERED))
+METHODS = sorted(set(fuzz_states.METHODS.ours) - set(fuzz_states.TOWERED))
 both = pytest.mark.parametrize("reference", [False, True], ids=["fast", "plain"])
 
 

@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 
 from testtime import files
 from testtime.encoding.encoders.tiny import tiny
+from testtime.session import Session
 from testtime.session import run as runs
 
 ENCODERS: dict[str, Any] = {}
@@ -248,6 +249,16 @@ def test_a_disk_that_is_full_at_a_row_leaves_a_state_that_goes_on(
         assert "No space left" in full(photos, code=2).err
     full(photos, resume=True)
     assert full.bytes() == whole.bytes()
+
+
+def test_a_strict_run_goes_on_at_the_image_that_stopped_it(run: Callable[..., Run], photos: Path) -> None:
+    stopped, whole = run("stopped"), run("whole")
+    assert "2.png" in stopped(photos, "--strict", code=2).err
+    assert Session.load(stopped.state).position == 2
+    picture(photos / "2.png", 2)
+    stopped(photos, "--strict", resume=True)
+    whole(photos)
+    assert stopped.bytes() == whole.bytes()
 
 
 def test_rows_that_are_not_the_state_s_are_refused_and_kept(run: Callable[..., Run], photos: Path) -> None:

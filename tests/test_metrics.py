@@ -105,6 +105,98 @@ def test_half_precision_is_counted_in_double():
     assert metrics.brier(probabilities, labels) == metrics.brier(probabilities.double(), labels)
 
 
+# in chunks
+
+BY_ANSWER = {
+    "accuracy": (metrics.Accuracy, metrics.accuracy),
+    "running accuracy": (metrics.RunningAccuracy, metrics.running_accuracy),
+    "recent accuracy": (
+        lambda: metrics.RunningAccuracy(9),
+        lambda predictions, labels: metrics.running_accuracy(predictions, labels, 9),
+    ),
+    "per class": (
+        lambda: metrics.PerClassAccuracy(1000),
+        lambda predictions, labels: metrics.per_class_accuracy(predictions, labels, 1000),
+    ),
+    "macro-F1": (metrics.MacroF1, metrics.macro_f1),
+}
+BY_PROBABILITY = {
+    "calibration error": (metrics.ExpectedCalibrationError, metrics.expected_calibration_error),
+    "brier": (metrics.Brier, metrics.brier),
+}
+
+
+def stream(classes: int, dtype: torch.dtype, images: int = 500) -> tuple[torch.Tensor, torch.Tensor]:
+    """Probabilities (N, C) and labels (N,)."""
+    noise = torch.Generator().manual_seed(classes)
+    labels = torch.randint(classes, (images,), generator=noise)
+    logits = torch.randn(images, classes, generator=noise, dtype=torch.float64)
+    logits[torch.arange(images), labels] += 3
+    return logits.to(dtype).softmax(-1), labels
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("classes", [2, 7, 100, 1000])
+@pytest.mark.parametrize("size", [1, 3, 64, 499, 500])
+def test_a_stream_in_chunks_has_the_score_of_the_whole_to_the_last_bit(classes, dtype, size):
+    probabilities, labels = stream(classes, dtype)
+    predictions = probabilities.argmax(-1)
+    for table, given in ((BY_ANSWER, predictions), (BY_PROBABILITY, probabilities)):
+        for name, (score, whole) in table.items():
+            made = score()
+            for chunk, truth in zip(given.split(size), labels.split(size), strict=True):
+                made.update(chunk, truth)
+            found, expected = torch.as_tensor(made.compute()), torch.as_tensor(whole(given, labels))
+            assert torch.equal(found.nan_to_num(-1), expected.nan_to_num(-1)), name
+
+
+def test_a_score_of_nothing_is_refused_and_an_empty_chunk_changes_nothing():
+    probabilities, labels = stream(7, torch.float64, images=20)
+    predictions = probabilities.argmax(-1)
+    for table, given in ((BY_ANSWER, predictions), (BY_PROBABILITY, probabilities)):
+        for score, whole in table.values():
+            made = score().update(given[:0], labels[:0])
+            with pytest.raises(InputError, match="No images"):
+                made.compute()
+            found = made.update(given, labels).update(given[:0], labels[:0]).compute()
+            expected = torch.as_tensor(whole(given, labels))
+            assert torch.equal(torch.as_tensor(found).nan_to_num(-1), expected.nan_to_num(-1))
+    with pytest.raises(InputError, match="No images"):
+        metrics.Latency().update(1.0, 0).compute()
+
+
+def test_all_scores_together_are_those_of_the_functions():
+    probabilities, labels = stream(7, torch.float32)
+    scores = metrics.Scores(7)
+    for chunk, truth in zip(probabilities.split(33), labels.split(33), strict=True):
+        scores.update(chunk, truth, seconds=0.25)
+    predictions = probabilities.argmax(-1)
+    assert scores.compute() == {
+        "images": 500,
+        "right": int((predictions == labels).sum()),
+        "accuracy": metrics.accuracy(predictions, labels),
+        "macro_f1": metrics.macro_f1(predictions, labels),
+        "calibration_error": metrics.expected_calibration_error(probabilities, labels),
+        "brier": metrics.brier(probabilities, labels),
+        "seconds": 4.0,
+    }
+    assert torch.equal(scores.per_class.compute(), metrics.per_class_accuracy(predictions, labels, 7))
+    assert scores.latency.compute() == 4.0 / 500
+
+
+def test_answers_may_come_from_what_probabilities_are_too_coarse_for():
+    probabilities, labels = torch.tensor([[0.5, 0.5]]), torch.tensor([1])
+    assert metrics.Scores(2).update(probabilities, labels).compute()["right"] == 0
+    assert metrics.Scores(2).update(probabilities, labels, predictions=torch.tensor([1])).compute()["right"] == 1
+
+
+def test_bins_count_their_images_and_what_is_right():
+    made = metrics.ExpectedCalibrationError(2)
+    made.update_answers(torch.tensor([0.25, 0.5, 0.75, 1.0]), torch.tensor([True, False, True, False]))
+    assert made.images.tolist() == [2, 2] and made.right.tolist() == [1, 1]
+    assert made.gaps.tolist() == [-0.25, 0.75] and made.compute() == 0.25
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [

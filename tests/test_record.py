@@ -9,7 +9,7 @@ from small_data import make_folders
 
 import testtime as tt
 from testtime.report import StreamReport, UnlabelledReport, html
-from testtime.report.gather import stream_report, unlabelled_report
+from testtime.report.gather import stream_report
 from testtime.report.record import Record
 from testtime.types import InputError
 
@@ -21,9 +21,11 @@ def recorded(method: str, images: int = 60, labelled: int = 60, views: int = 1, 
     session = tt.Session(task, method, views=views)
     for image in stream[:resumed]:
         session.step(image)
-    record = Record(session, images - resumed)
-    for number in range(resumed, images):
-        record.add(str(number), session.step(stream[number]), int(labels[number]) if number < labelled else None)
+    known = [label if number < labelled else None for number, label in enumerate(labels.tolist())]
+    record = Record(session, known[resumed:])
+    session.observers.append(record)
+    for views_of_one in stream[resumed:]:
+        session.step(views_of_one)
     return record
 
 
@@ -50,7 +52,7 @@ def test_the_report_is_that_of_a_second_pass(method) -> None:
 def test_without_a_label_for_every_image_it_shows_what_changed() -> None:
     task, stream, _ = tt.toy(images=60, views=1)
     ours = recorded("dpe", labelled=59).report("A stream", place=False)
-    theirs = unlabelled_report(task, stream, ["dpe"], place=False)
+    theirs = stream_report(task, stream, None, ["dpe"], place=False)
     assert isinstance(ours, UnlabelledReport)
     assert [each.predictions for each in ours.answers] == [each.predictions for each in theirs.answers]
 
@@ -75,7 +77,7 @@ def test_images_of_several_views_are_traced_to_the_one_that_brought_them() -> No
 def test_a_run_without_images_has_nothing_to_report() -> None:
     task, _, _ = tt.toy(images=2)
     with pytest.raises(InputError, match="nothing to report"):
-        Record(tt.Session(task, "dpe"), 0).report("A stream")
+        Record(tt.Session(task, "dpe"), []).report("A stream")
 
 
 @pytest.fixture

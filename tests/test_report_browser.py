@@ -8,7 +8,7 @@ import pytest
 
 import testtime as tt
 from testtime.report import Grid, Series, StreamReport, UnlabelledReport, html
-from testtime.report.gather import stream_report, unlabelled_report
+from testtime.report.gather import stream_report
 
 pytest.importorskip("playwright", reason="playwright is not installed")
 pytest.importorskip("sklearn", reason="scikit-learn is not installed")
@@ -46,7 +46,7 @@ def pages(tmp_path_factory):
         ],
         series=[Series("tau", "entropy_threshold", [0.01, 0.1, 1.0], {"dpe": [0.5, 0.7, 0.6]})],
     )
-    bare: UnlabelledReport = unlabelled_report(task, stream, ["dpe"], images=paths)
+    bare: UnlabelledReport = stream_report(task, stream, None, ["dpe"], images=paths)
     command = "testtime report " + "a-long-folder-name/" * 12 + "features.safetensors"
     for name, report in (("full", full), ("bare", bare)):
         (folder / f"{name}.html").write_text(html([report], {"Command": command}, "A report"))

@@ -12,7 +12,7 @@ from testtime import metrics, registry
 from testtime.report import Grid, Series, html
 from testtime.report import queues as queue_maps
 from testtime.report.conditions import conditions
-from testtime.report.gather import stream_report, sweep, unlabelled_report
+from testtime.report.gather import stream_report, sweep
 from testtime.session.session import Session
 from testtime.types import InputError, MissingPart
 
@@ -48,7 +48,7 @@ def test_a_store_and_a_tensor_give_the_same_answers(toy, tmp_path):
 
 def test_queue_entries_are_traced_to_their_images(toy):
     task, stream, labels = toy
-    report = unlabelled_report(task, stream, ["dpe"], snapshots=[40, 120], place=False)
+    report = stream_report(task, stream, None, ["dpe"], snapshots=[40, 120], place=False)
     early, late = report.queues.snapshots
     assert (early.images, late.images) == (40, 120) and max(e.image for e in early.entries) < 40
     session = Session(task, "dpe")
@@ -65,7 +65,7 @@ def test_queue_entries_are_traced_to_their_images(toy):
 
 def test_with_several_views_the_page_says_that_images_are_the_nearest():
     task, stream, _ = tt.toy(images=60, views=16)
-    report = unlabelled_report(task, stream, ["dpe"], place=False)
+    report = stream_report(task, stream, None, ["dpe"], place=False)
     assert "nearest by cosine" in report.queues.text
 
 
@@ -103,7 +103,7 @@ def test_neighbours_by_cosine_are_neighbours_on_the_map():
 def test_many_classes_are_cut_to_those_most_often_answered(toy, monkeypatch):
     task, stream, labels = toy
     monkeypatch.setattr(queue_maps, "PLACED", 7)
-    report = unlabelled_report(task, stream, ["dpe"], snapshots=[120], place=False)
+    report = stream_report(task, stream, None, ["dpe"], snapshots=[120], place=False)
     shown = {e.label for e in report.queues.snapshots[0].entries}
     answers = torch.tensor(report.answers[-1].predictions).bincount(minlength=task.classes)
     assert 0 < len(report.queues.snapshots[0].entries) <= 7
@@ -147,7 +147,7 @@ def test_thumbnails_follow_the_order_of_the_stream(toy, tmp_path):
         paths.append(tmp_path / f"{number}.png")
         Image.new("RGB", (60, 60), (40 * number, 0, 0)).save(paths[-1])
     order = [5, 3, 1]
-    report = unlabelled_report(task, stream[:6], ["dpe"], order=order, images=paths, place=False)
+    report = stream_report(task, stream[:6], None, ["dpe"], order=order, images=paths, place=False)
     assert [name.rsplit("/")[-1] for name in report.names] == ["5.png", "3.png", "1.png"]
     assert set(report.thumbnails) == {0, 1, 2} and len(set(report.thumbnails.values())) == 3
     assert "background-image" in html([report], {}, "t")

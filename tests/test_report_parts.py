@@ -171,15 +171,22 @@ def test_calibration_error_is_that_of_metrics(seed):
     probabilities = (4 * torch.randn(300, 7, generator=noise, dtype=torch.float64)).softmax(1)
     labels = torch.randint(7, (300,), generator=noise)
     confidence, predictions = probabilities.max(1)
-    bins = reliability.reliability(confidence, predictions == labels)
+    score = metrics.ExpectedCalibrationError(reliability.BINS).update_answers(confidence, predictions == labels)
+    bins = reliability.reliability(score)
     expected = metrics.expected_calibration_error(probabilities, labels, bins=reliability.BINS)
-    assert reliability.calibration_error(bins) == pytest.approx(expected, abs=1e-12)
+    assert score.compute() == expected
+    assert sum(b.images * abs(b.confidence - b.accuracy) for b in bins) / 300 == pytest.approx(expected, abs=1e-12)
     assert sum(b.images for b in bins) == 300
+    for b in bins:
+        inside = (confidence > b.low) & (confidence <= b.high)
+        assert b.images == int(inside.sum())
+        assert not b.images or b.confidence == pytest.approx(float(confidence[inside].mean()), abs=1e-12)
 
 
 def test_edges_belong_to_the_lower_bin():
-    bins = reliability.reliability([0.0, 0.5, 0.500001, 1.0], [True] * 4, bins=2)
-    assert [b.images for b in bins] == [2, 2]
+    score = metrics.ExpectedCalibrationError(bins=2)
+    score.update_answers(torch.tensor([0.0, 0.5, 0.500001, 1.0]), torch.ones(4, dtype=torch.bool))
+    assert [b.images for b in reliability.reliability(score)] == [2, 2]
 
 
 def test_bars_are_as_high_as_their_accuracy():

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import testtime as tt
-from testtime import Session
+from testtime import Prediction, Session
 from testtime.machine.interrupts import held_back
 
 
@@ -44,15 +44,15 @@ def toy(method: str = "dpe", **options: Any) -> tuple[Session, torch.Tensor]:
 
 def interrupted_in(session: Session, patch: pytest.MonkeyPatch, step: int) -> None:
     """Press Ctrl-C in the middle of the step of that number."""
-    whole, steps = Session._prediction, []
+    whole, steps = Prediction.of, []
 
-    def pressed(self: Session, *arguments: Any) -> Any:
+    def pressed(*arguments: Any) -> Prediction:
         steps.append(1)
         if len(steps) == step:
             press()
-        return whole(self, *arguments)
+        return whole(*arguments)
 
-    patch.setattr(Session, "_prediction", pressed)
+    patch.setattr(Prediction, "of", pressed)
 
 
 @pytest.mark.parametrize("reference", [False, True])

@@ -124,10 +124,22 @@ class Prediction:
     logits: Tensor  # (C,), on the CPU
 
     @classmethod
-    def of(cls, task: Task, method: Method, logits: Tensor, frozen: Tensor, learned: bool) -> Prediction:
-        """The answer that a method's logits (C,) give, beside those of the frozen classifier (C,)."""
-        probabilities, zero_shot = method.probabilities(logits), frozen.softmax(-1)
-        index, zero_index = int(logits.argmax()), int(frozen.argmax())
+    def of(
+        cls, task: Task, method: Method, logits: Tensor, feature: Tensor, learned: Tensor | bool, image: int
+    ) -> Prediction:
+        """The answer that a method's logits (C,) give, beside that of the frozen classifier to a feature (D,).
+
+        All is fetched from the device at once. What is not finite is refused; `image` is its place in the input.
+        """
+        with torch.inference_mode():
+            learns = torch.as_tensor(learned).to(logits).reshape(1)
+            parts = torch.cat([logits, task.zero_shot(feature), learns]).cpu()
+        check_finite(method, parts[None], image)
+        answer, frozen, learns = parts.split([len(logits), task.classes, 1])
+        answer = answer.clone()  # out of inference mode: an ordinary tensor
+        probabilities, zero_shot = method.probabilities(answer), frozen.softmax(-1)
+        check_finite(method, probabilities[None], image)  # they may overflow where logits do not
+        index, zero_index = int(answer.argmax()), int(frozen.argmax())
         log_p = probabilities.clamp_min(torch.finfo(probabilities.dtype).tiny).log()
         return cls(
             label=task.classnames[index],
@@ -135,10 +147,20 @@ class Prediction:
             entropy=float(-(probabilities * log_p).sum().clamp_max(0)) or 0.0,
             zero_shot=task.classnames[zero_index],
             zero_shot_confidence=float(zero_shot[zero_index]),
-            learned=learned,
+            learned=bool(learns),
             index=index,
             zero_shot_index=zero_index,
-            logits=logits,
+            logits=answer,
+        )
+
+
+def check_finite(method: Method, rows: Tensor, first: int) -> None:
+    """Refuse answers (N, ...) that hold NaN or infinity; `first` is the place in the input of the first image."""
+    if not (good := torch.isfinite(rows)).all():
+        wrong = first + int((~good).any(1).nonzero()[0])
+        raise InputError(
+            f"Method '{method.name}' gives NaN or infinity for image {wrong}. Give it settings and "
+            "a logit scale of ordinary size, and start anew or from a state saved before."
         )
 
 

@@ -1,4 +1,4 @@
-"""The command line: parse, call, print. The commands are in `commands/`; here is what they share."""
+"""The command line: parse, call, print. The commands are in modules of their names; here is what they share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import typer
 from rich.markup import escape
 from typer.core import TyperGroup
 
-from testtime.cli import about, data, experiments, images, prompts, replay, report
+from testtime.cli import about, data, encode, experiments, prompts, replay, report, run
 from testtime.cli.options import flag
 from testtime.cli.terminal import err
 from testtime.errors import InputError, Interrupted, TesttimeError
@@ -85,7 +85,7 @@ def _unwrapped(commands: typer.Typer) -> typer.Typer:
     return commands
 
 
-for commands in (images, replay, report, prompts, experiments, about):
+for commands in (run, encode, replay, report, prompts, experiments, about):
     app.add_typer(_unwrapped(commands.app))  # no name: its commands stand beside the others
 app.add_typer(_unwrapped(data.app), name="data")
 

@@ -6,7 +6,6 @@ import json
 import platform
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from importlib.resources import as_file, files
 from pathlib import Path
 
@@ -16,10 +15,11 @@ from rich.live import Live
 from rich.table import Table
 from torch import Tensor
 
-from testtime import __version__, registry
+from testtime import __version__
 from testtime.encoding.store import Features
 from testtime.files import write_atomic
-from testtime.report import Answers, Curve, StreamReport, html, running_accuracy_svg
+from testtime.report import html, running_accuracy_svg
+from testtime.report.gather import Runner, scored
 from testtime.session.order import shuffled
 from testtime.session.session import Session
 from testtime.types import Task
@@ -27,32 +27,6 @@ from testtime.types import Task
 METHODS = ("zeroshot", "tda", "dpe")
 CHUNK = 25  # images between two updates of the table
 SEED = 1  # of the stream's order; the released code's seed
-
-
-@dataclass
-class Runner:
-    """One method on its way through the stream."""
-
-    session: Session
-    correct: list[bool] = field(default_factory=list)
-    predictions: list[int] = field(default_factory=list)
-    confidences: list[float] = field(default_factory=list)
-    seconds: float = 0.0
-
-    def advance(self, chunk: Tensor, labels: Tensor) -> None:
-        """Predict and learn from a chunk of images."""
-        start = time.perf_counter()
-        logits = self.session.scan(chunk)
-        predictions = logits.argmax(1)
-        self.seconds += time.perf_counter() - start
-        confidences = self.session.method.probabilities(logits).gather(1, predictions[:, None])[:, 0]
-        self.correct += (predictions == labels).tolist()
-        self.predictions += predictions.tolist()
-        self.confidences += confidences.tolist()
-
-    @property
-    def accuracy(self) -> float:
-        return sum(self.correct) / max(1, len(self.correct))
 
 
 def demo_stream() -> tuple[Task, Tensor, Tensor]:
@@ -91,8 +65,9 @@ def run_demo(folder: Path, console: Console, as_json: bool = False) -> None:
     sections, results = [], {}
     for title, part in parts.items():
         runners = _watch(title, *part, console=console)
-        sections.append(_section(title, part, runners))
-        results[title] = {r.session.method.name: {"accuracy": r.accuracy, "seconds": r.seconds} for r in runners} | {
+        heading = title, f"{len(part[1])} photographs, {part[0].classes} classes, one view each"
+        sections.append(scored(part[0], heading, runners, part[2].tolist(), [], None))
+        results[title] = {r.name: {"accuracy": r.accuracy.compute(), "seconds": r.seconds} for r in runners} | {
             "n": len(part[1])
         }
     facts = {
@@ -114,13 +89,11 @@ def run_demo(folder: Path, console: Console, as_json: bool = False) -> None:
 
 def _watch(title: str, task: Task, views: Tensor, labels: Tensor, *, console: Console) -> list[Runner]:
     """Run every method over the stream side by side, the table keeping up."""
-    runners = [Runner(Session(task, name)) for name in METHODS]
+    runners = [Runner(name, Session(task, name), brier=None) for name in METHODS]
     heading = f"{title}: {len(views)} photographs"
     with Live(console=console, refresh_per_second=10, auto_refresh=False) as live:
         if console.is_terminal:
             live.update(_table(heading, runners), refresh=True)
-        for runner in runners:  # what is loaded and compiled once is no image's cost
-            runner.session.warm_up(views.shape[1])
         for start in range(0, len(views), CHUNK):
             for runner in runners:
                 runner.advance(views[start : start + CHUNK], labels[start : start + CHUNK])
@@ -135,47 +108,14 @@ def _table(heading: str, runners: Sequence[Runner]) -> Table:
     table = Table(title=heading, title_justify="left", title_style="bold", min_width=60)
     for name in ("method", "images", "accuracy", "gain", "ms per image"):
         table.add_column(name, justify="left" if name == "method" else "right")
-    base = runners[0]
-    for runner in runners:
-        seen = len(runner.correct)
-        gain = 100 * (runner.accuracy - base.accuracy)
+    points = [100 * runner.accuracy.compute() if runner.predictions else 0.0 for runner in runners]
+    for runner, share in zip(runners, points, strict=True):
+        seen, gain = len(runner.predictions), share - points[0]
         table.add_row(
-            runner.session.method.name,
+            runner.name,
             str(seen),
-            f"{100 * runner.accuracy:.1f}%",
-            "" if runner is base else f"[{'green' if gain > 0 else 'red'}]{gain:+.1f}[/]",
+            f"{share:.1f}%",
+            "" if runner is runners[0] else f"[{'green' if gain > 0 else 'red'}]{gain:+.1f}[/]",
             f"{1000 * runner.seconds / max(1, seen):.2f}",
         )
     return table
-
-
-def _section(title: str, part: tuple[Task, Tensor, Tensor], runners: Sequence[Runner]) -> StreamReport:
-    task, views, labels = part
-    curves = [
-        Curve(
-            name=runner.session.method.name,
-            correct=runner.correct,
-            seconds=runner.seconds,
-            note="defaults" if registry.settings_of(runner.session.method) else "nothing to set",
-        )
-        for runner in runners
-    ]
-    answers = [
-        Answers(
-            runner.session.method.name,
-            runner.predictions,
-            runner.confidences,
-            runner.seconds,
-            registry.settings_of(runner.session.method),
-        )
-        for runner in runners
-    ]
-    return StreamReport(
-        title=title,
-        subtitle=f"{len(views)} photographs, {task.classes} classes, one view each",
-        curves=curves,
-        classnames=task.classnames,
-        labels=labels.tolist(),
-        facts={},
-        answers=answers,
-    )

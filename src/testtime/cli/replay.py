@@ -15,19 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from testtime import __version__
-from testtime.cli.options import (
-    Device,
-    Limit,
-    MethodName,
-    Preset,
-    Reference,
-    Report,
-    Seed,
-    Settings,
-    Shuffle,
-    flag,
-    method_of,
-)
+from testtime.cli import options
 from testtime.cli.terminal import err, out, percent, progress
 from testtime.errors import InputError
 
@@ -41,28 +29,28 @@ app = typer.Typer()
 @app.command(epilog="Example:  testtime replay photos.safetensors --method dpe --set alpha=4 --json")
 def replay(
     file: Annotated[Path, typer.Argument(metavar="FEATURES", help="A feature file, or a folder of shards.")],
-    method: MethodName = "dpe",
-    settings: Settings = None,
-    preset: Preset = None,
+    method: options.MethodName = "dpe",
+    settings: options.Settings = None,
+    preset: options.Preset = None,
     recorded: Annotated[
-        bool, flag("--recorded", help="Take the settings that the file's metadata gives under 'hp.'.")
+        bool, options.flag("--recorded", help="Take the settings that the file's metadata gives under 'hp.'.")
     ] = False,
     oracle: Annotated[
         bool,
-        flag("--oracle", help="dmn only: choose its fusion weight with the test labels, as was published."),
+        options.flag("--oracle", help="dmn only: choose its fusion weight with the test labels, as was published."),
     ] = False,
     dtype: Annotated[str, typer.Option("--dtype", help="float32 or float64.")] = "float32",
-    device: Device = "cpu",
-    limit: Limit = None,
-    seed: Seed = 0,
-    shuffle: Shuffle = False,
-    reference: Reference = False,
+    device: options.Device = "cpu",
+    limit: options.Limit = None,
+    seed: options.Seed = 0,
+    shuffle: options.Shuffle = False,
+    reference: options.Reference = False,
     output: Annotated[
         Path | None,
         typer.Option("--out", "-o", help="Where to write logits [N,C] and pred [N] (.safetensors)."),
     ] = None,
-    report: Report = None,
-    as_json: Annotated[bool, flag("--json", help="One JSON object on standard output.")] = False,
+    report: options.Report = None,
+    as_json: Annotated[bool, options.flag("--json", help="One JSON object on standard output.")] = False,
 ) -> None:
     """Run a method over a feature file; no encoder, no images.
 
@@ -84,7 +72,7 @@ def replay(
     store = Features(file)
     distinct({"--out": output, "--report": report}, {"FEATURES": [file, *store.files, file / "index.json"]})
     chosen = replays.recorded_settings(store, method) if recorded else {}
-    made = method_of(method, preset, settings, chosen)
+    made = options.method_of(method, preset, settings, chosen)
     with progress("images", min(len(store), limit or len(store)), quiet=as_json) as advance:
         way = oracles.replay if oracle else partial(replays.replay, keep_logits=output is not None)
         result = way(
@@ -132,9 +120,10 @@ def _write_report(file: Path, store: Features, result: Replay, order: str) -> No
     from testtime.report.conditions import conditions
 
     task = result.session.task
-    made = gather.features_report(
+    made = gather.stream_report(
         task,
         store,
+        store.labels,
         [result.session.method],
         order=result.order.tolist(),
         images=None if store.images is None else list(store.images),

@@ -88,7 +88,7 @@ def report(
         "place": with_map,
     }
     with progress("images", len(rows), quiet=as_json) as advance:
-        made_report: Any = gather.features_report(task, store, made, **common, progress=advance)
+        made_report: Any = gather.stream_report(task, store, store.labels, made, **common, progress=advance)
     if varied and store.labels is not None:
         made_report = _swept(made_report, task, store, store.labels, made[-1], varied, rows, as_json)
     facts = conditions(

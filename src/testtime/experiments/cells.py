@@ -21,7 +21,7 @@ from testtime.experiments.lab import NOT_RUN, Cell, Lab, Record, read_bytes
 from testtime.experiments.oracle import Oracle
 from testtime.machine.memory import Peak
 from testtime.methods.base import leaves
-from testtime.metrics import accuracy, expected_calibration_error, macro_f1
+from testtime.metrics import Latency, Scores
 from testtime.session.order import shuffled
 from testtime.session.session import Session
 from testtime.steppers.sweep import sweep
@@ -97,22 +97,24 @@ def _run(lab: Lab, cells: Sequence[Cell], alone: bool) -> list[Record]:
     if not alone and all(path.exists() for path in paths):  # the process that was waited for has run them
         return [_read(path) for path in paths]
     order = shuffled(len(store), first.seed)
+    labels = lab.labels_of(store)[order]
+    names = [store.images[row] if store.images else f"image {row}" for row in order.tolist()]
+    scorers = [Scorer(method, task.classes, names) for method in methods]
     stream = _stream(lab, first, store, order, task)
-    many: Sequence[Tensor]
     if alone:
-        many, seconds, noted = _measured(task, first.method, stream, store.views)
+        seconds, noted = _measured(task, scorers[0], stream, store.views, labels)
     else:
         start = time.perf_counter()
         many = sweep(task, methods, stream)
         seconds, noted = (time.perf_counter() - start) / len(cells), {}
-    labels = lab.labels_of(store)[order]
+        for scorer, logits in zip(scorers, many, strict=True):
+            scorer.update(logits.cpu(), labels)
     results = []
-    for cell, path, logits in zip(cells, paths, many, strict=True):
-        result = _score(cell.method, logits.cpu(), labels, store, order)
-        record = lab.facts(cell) | {"version": __version__, "skipped": len(lab.indices) - len(order)} | result
-        files.write_atomic(path, json.dumps(record, indent=1) + "\n")
+    for cell, path, scorer in zip(cells, paths, scorers, strict=True):
+        skipped = {"version": __version__, "skipped": len(lab.indices) - len(order)}
+        results.append(lab.facts(cell) | skipped | scorer.compute())
+        files.write_atomic(path, json.dumps(results[-1], indent=1) + "\n")
         lab.note(path.stem, {"images": len(order), "together": len(cells)} | noted, seconds)
-        results.append(record)
     return results
 
 
@@ -128,40 +130,55 @@ def _stream(lab: Lab, cell: Cell, store: Features, order: Tensor, task: Task) ->
 
 
 def _measured(
-    task: Task, method: Method, stream: Iterator[Tensor], views: int
-) -> tuple[list[Tensor], float, dict[str, float]]:
-    """Logits of one run, its seconds, and what else it cost; what is done once comes before the clock."""
-    session = Session(task, method)
-    loading, seconds, parts = session.warm_up(views), 0.0, []
+    task: Task, scorer: Scorer, stream: Iterator[Tensor], views: int, labels: Tensor
+) -> tuple[float, dict[str, float]]:
+    """Seconds of one run, scored as it goes, and what else it cost; what is done once comes before the clock."""
+    session = Session(task, scorer.method)
+    loading, clock = session.warm_up(views), Latency()
     with Peak() as peak:
         for chunk in stream:
             start = time.perf_counter()
-            parts.append(session.scan(chunk).cpu())
-            seconds += time.perf_counter() - start
+            logits = session.scan(chunk).cpu()
+            clock.update(time.perf_counter() - start, len(chunk))
+            scorer.update(logits, labels[clock.images - len(chunk) : clock.images])
     state = sum(leaf.nbytes for leaf in leaves(session.state)) / 1e6
-    return [torch.cat(parts)], seconds, dict(zip(COSTS, (loading, peak.megabytes, state), strict=True))
+    return clock.seconds, dict(zip(COSTS, (loading, peak.megabytes, state), strict=True))
 
 
-def _score(method: Method, logits: Tensor, labels: Tensor, store: Features, order: Tensor) -> Record:
-    """The score of logits (N, C); what is not finite is no answer, and `order` (N,) says whose it is."""
-    chosen: Record = {}
-    if isinstance(method, Oracle):
-        logits, chosen = method.chosen(logits, labels)
-    probabilities = method.probabilities(logits)
-    if not (good := torch.isfinite(logits) & torch.isfinite(probabilities)).all():
-        row = int(order[(~good).any(1).nonzero()[0, 0]])
-        settings = ", ".join(f"{key}={value}" for key, value in registry.settings_of(method).items())
-        raise InputError(
-            f"Method '{method.name}' gives NaN or infinity for {store.images[row] if store.images else f'image {row}'}"
-            f"{f' with {settings}' if settings else ''}. Give it settings of ordinary size, or leave it out."
-        )
-    predictions = logits.argmax(1)
-    return {
-        "right": int((predictions == labels).sum()),
-        "accuracy": accuracy(predictions, labels),
-        "macro_f1": macro_f1(predictions, labels),
-        "calibration_error": expected_calibration_error(probabilities, labels),
-    } | chosen
+class Scorer:
+    """What a run's answers score, taken as they come; those that are not finite are refused, and the image named."""
+
+    def __init__(self, method: Method, classes: int, names: Sequence[str]) -> None:
+        self.method, self.names, self.scores = method, names, Scores(classes)
+        self._open: list[tuple[Tensor, Tensor]] = []  # of an oracle, which chooses when all is known
+
+    def update(self, logits: Tensor, labels: Tensor) -> None:
+        """Add the logits (N, C) of a chunk."""
+        if isinstance(self.method, Oracle):
+            self._open.append((logits, labels))
+        else:
+            self._add(logits, labels)
+
+    def _add(self, logits: Tensor, labels: Tensor) -> None:
+        probabilities = self.method.probabilities(logits)
+        if not (good := torch.isfinite(logits) & torch.isfinite(probabilities)).all():
+            name = self.names[self.scores.accuracy.images + int((~good).any(1).nonzero()[0, 0])]
+            settings = ", ".join(f"{key}={value}" for key, value in registry.settings_of(self.method).items())
+            raise InputError(
+                f"Method '{self.method.name}' gives NaN or infinity for {name}"
+                f"{f' with {settings}' if settings else ''}. Give it settings of ordinary size, or leave it out."
+            )
+        self.scores.update(probabilities, labels, predictions=logits.argmax(1))
+
+    def compute(self) -> Record:
+        """The scores, and of an oracle what it chose."""
+        chosen: Record = {}
+        if isinstance(self.method, Oracle):
+            logits, labels = map(torch.cat, zip(*self._open, strict=True))
+            logits, chosen = self.method.chosen(logits, labels)
+            self._add(logits, labels)
+        found = self.scores.compute()
+        return {key: found[key] for key in ("right", "accuracy", "macro_f1", "calibration_error")} | chosen
 
 
 def _read(path: Path) -> Record:

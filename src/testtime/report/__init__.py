@@ -1,6 +1,6 @@
 """Reports: one self-contained HTML page about a run, from plain data.
 
-`gather.stream_report` and `gather.unlabelled_report` make the data from a run over features; `html` makes the page.
+`gather.stream_report` makes the data from a run over features, `record.Record` while a session runs; `html` the page.
 """
 
 from __future__ import annotations

@@ -6,6 +6,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import torch
+
+from testtime.metrics import per_class_accuracy
 from testtime.report.data import StreamReport
 from testtime.report.words import plain, safe, short, signed
 
@@ -24,18 +27,14 @@ class Change(NamedTuple):
 
 def changes(report: StreamReport) -> list[Change]:
     """What the last curve made of each class against the first, greatest gain first; classes seen only."""
-    images = [0] * len(report.classnames)
-    before, after = list(images), list(images)
-    correct = (plain(report.curves[0].correct), plain(report.curves[-1].correct))
-    for label, old, new in zip(plain(report.labels), *correct, strict=True):
-        images[label] += 1
-        before[label] += bool(old)
-        after[label] += bool(new)
-    seen = [
-        Change(name, n, old / n, new / n)
-        for name, n, old, new in zip(report.classnames, images, before, after, strict=True)
-        if n
-    ]
+    labels, classes = torch.tensor(plain(report.labels)), len(report.classnames)
+    images = labels.bincount(minlength=classes).tolist()
+    before, after = (
+        per_class_accuracy(torch.where(curve.right(), labels, -1), labels, classes).tolist()  # -1: any other class
+        for curve in (report.curves[0], report.curves[-1])
+    )
+    everyone = zip(report.classnames, images, before, after, strict=True)
+    seen = [Change(name, number, old, new) for name, number, old, new in everyone if number]
     return sorted(seen, key=lambda change: change.before - change.after)  # stable: ties stay in class order
 
 

@@ -6,9 +6,12 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
+from testtime import metrics
 from testtime.report.words import plain
 from testtime.types import InputError
 
@@ -28,15 +31,18 @@ class Curve:
     seconds: float  # for the whole stream
     note: str = ""  # settings in short
 
+    def right(self) -> Tensor:
+        """Which answers are right: (N,) bool."""
+        return torch.tensor(plain(self.correct), dtype=torch.bool)
+
     @property
     def accuracy(self) -> float:
         """Share of right answers, 0 to 1."""
-        return sum(map(bool, plain(self.correct))) / len(self.correct)
+        return metrics.accuracy(right := self.right(), torch.ones_like(right))
 
     def running(self) -> list[float]:
         """Share of right answers up to and including each image, 0 to 1."""
-        hits = accumulate(map(int, plain(self.correct)))
-        return [hit / seen for seen, hit in enumerate(hits, start=1)]
+        return metrics.running_accuracy(right := self.right(), torch.ones_like(right)).tolist()
 
 
 @dataclass(frozen=True)

@@ -7,18 +7,17 @@ page = html([report], conditions(task), "A made-up stream")
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import product
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from testtime import metrics, registry
+from testtime import registry
 from testtime.encoding.store import Features
+from testtime.metrics import Accuracy, Brier, accuracy
 from testtime.ops import unit_views
 from testtime.report import pictures, unlabelled
 from testtime.report.data import Answers, Curve, Grid, QueueMap, Series, StreamReport, UnlabelledReport
@@ -37,14 +36,15 @@ Image = str | StoredImage  # whatever `read_image` reads
 
 @dataclass
 class Runner:
-    """One method on its way through the stream."""
+    """One method on its way through the stream, its answers kept."""
 
     name: str
     session: Session
     predictions: list[int] = field(default_factory=list)
     confidences: list[float] = field(default_factory=list)
-    seconds: float = 0.0
-    brier: float = 0.0  # summed over images; NaN where only the answers' own probabilities are known
+    seconds: float = 0.0  # in the method
+    accuracy: Accuracy = field(default_factory=Accuracy)
+    brier: Brier | None = field(default_factory=Brier)  # None where it is not asked for, or cannot be known
     moments: list[Moment] = field(default_factory=list)
 
     def advance(self, chunk: Tensor, labels: Tensor | None) -> None:
@@ -59,9 +59,11 @@ class Runner:
         self.predictions += answers.tolist()
         self.confidences += probabilities.gather(1, answers[:, None])[:, 0].clamp(0, 1).tolist()
         if labels is not None:
-            self.brier += metrics.brier(probabilities, labels) * len(labels)
+            self.accuracy.update(answers, labels)
+        if labels is not None and self.brier is not None:
+            self.brier.update(probabilities, labels)
 
-    def answers(self, scored: bool) -> Answers:
+    def answers(self) -> Answers:
         """What it said of every image."""
         return Answers(
             self.name,
@@ -69,29 +71,28 @@ class Runner:
             self.confidences,
             self.seconds,
             registry.settings_of(self.session.method),
-            self.brier / len(self.predictions) if scored and not math.isnan(self.brier) else None,
+            self.brier.compute() if self.brier is not None and self.brier.images else None,
         )
 
 
 def stream_report(
     task: Task,
     stream: Stream,
-    labels: Tensor,
+    labels: Tensor | None,
     methods: Sequence[str | Method],
     *,
-    title: str = "",
     order: Sequence[int] | None = None,
     images: Sequence[Image] | None = None,
     snapshots: Sequence[int] | None = None,
     place: bool = True,
-    facts: Mapping[str, str] | None = None,
     progress: Callable[[int], None] | None = None,
-) -> StreamReport:
-    """The report of a stream with labels, which only score: `labels` (N,), and `images` where thumbnails are wanted.
+) -> StreamReport | UnlabelledReport:
+    """The report of a stream, with accuracies where there are `labels` (N,), which only score, else of what changed.
 
-    Labels and images stand as the stream does; `order` is the order in which its rows are met, all or some of them.
-    Zero-shot comes first, whether it is named or not. `snapshots` are the numbers of images after which the queues
-    are looked at: by default a fifth of the stream and all of it. `place` makes the map (scikit-learn).
+    Labels, and `images` where thumbnails are wanted, stand as the stream does; `order` is the order in which its rows
+    are met, all or some of them. Zero-shot comes first, whether it is named or not. `snapshots` are the numbers of
+    images after which the queues are looked at: by default a fifth of the stream and all of it. `place` makes the map
+    (scikit-learn).
 
     >>> import testtime as tt
     >>> task, stream, labels = tt.toy()
@@ -100,12 +101,14 @@ def stream_report(
     ['zeroshot 0.72', 'dpe 0.78']
     """
     rows = _rows(stream, order)
-    if len(labels) != len(stream):
+    if labels is not None and len(labels) != len(stream):
         raise InputError(f"{len(labels)} labels for a stream of {len(stream)} images.")
-    truth, met = labels.cpu()[rows], _met(images, stream, rows)
+    truth, met = None if labels is None else labels.cpu()[rows], _met(images, stream, rows)
     runners, queues = _run(task, stream, rows, truth, methods, snapshots, place, progress)
-    heading = title or _title(stream), subtitle(len(rows), task, _views(stream))
-    return scored(task, heading, runners, truth.tolist(), met, queues, facts)
+    heading = _title(stream), subtitle(len(rows), task, _views(stream))
+    if truth is None:
+        return unscored(task, heading, runners, met, queues)
+    return scored(task, heading, runners, truth.tolist(), met, queues)
 
 
 def scored(
@@ -115,7 +118,6 @@ def scored(
     labels: Sequence[int],
     images: Sequence[Image],
     queues: QueueMap | None,
-    facts: Mapping[str, str] | None = None,
 ) -> StreamReport:
     """The report of runs that are done, labels and images standing as they were met; `heading` and its subtitle."""
     truth = torch.tensor(labels)
@@ -128,34 +130,13 @@ def scored(
         curves,
         task.classnames,
         labels,
-        facts or {},
-        answers=[runner.answers(scored=True) for runner in runners],
+        {},
+        answers=[runner.answers() for runner in runners],
         queues=queues,
         names=list(map(str, images)),
     )
     righted, spoilt = pictures.righted_and_spoilt(report)
     return replace(report, thumbnails=_thumbnails(images, [*righted, *spoilt], queues))
-
-
-def unlabelled_report(
-    task: Task,
-    stream: Stream,
-    methods: Sequence[str | Method],
-    *,
-    title: str = "",
-    order: Sequence[int] | None = None,
-    images: Sequence[Image] | None = None,
-    snapshots: Sequence[int] | None = None,
-    place: bool = True,
-    facts: Mapping[str, str] | None = None,
-    progress: Callable[[int], None] | None = None,
-) -> UnlabelledReport:
-    """The report of a stream without labels; the rest as in `stream_report`."""
-    rows = _rows(stream, order)
-    met = _met(images, stream, rows)
-    runners, queues = _run(task, stream, rows, None, methods, snapshots, place, progress)
-    heading = title or _title(stream), subtitle(len(rows), task, _views(stream))
-    return unscored(task, heading, runners, met, queues, facts)
 
 
 def unscored(
@@ -164,14 +145,13 @@ def unscored(
     runners: Sequence[Runner],
     images: Sequence[Image],
     queues: QueueMap | None,
-    facts: Mapping[str, str] | None = None,
 ) -> UnlabelledReport:
     """The report of runs that are done over images without labels; otherwise as `scored`."""
     report = UnlabelledReport(
         *heading,
-        [runner.answers(scored=False) for runner in runners],
+        [runner.answers() for runner in runners],
         task.classnames,
-        facts or {},
+        {},
         queues=queues,
         names=list(map(str, images)),
     )
@@ -179,15 +159,6 @@ def unscored(
     moves = unlabelled.moves(report)[: unlabelled.MOVES]
     moved = [image for move in moves for image in move.images[: unlabelled.EXAMPLES]]
     return replace(report, thumbnails=_thumbnails(images, [*most, *least, *moved], queues))
-
-
-def features_report(
-    task: Task, store: Features, methods: Sequence[str | Method], **options: Any
-) -> StreamReport | UnlabelledReport:
-    """`stream_report` where the store has labels, `unlabelled_report` where it has none."""
-    if store.labels is None:
-        return unlabelled_report(task, store, methods, **options)
-    return stream_report(task, store, store.labels, methods, **options)
 
 
 def sweep(
@@ -223,7 +194,7 @@ def sweep(
             if progress:
                 progress(start + len(chunk))
 
-    values = [metrics.accuracy(logits.argmax(1).cpu(), truth) for logits in sweeps.sweep(task, made, chunks())]
+    values = [accuracy(logits.argmax(1).cpu(), truth) for logits in sweeps.sweep(task, made, chunks())]
     (x, xs), *second = settings.items()
     if not second:
         return Series(f"{method} over {x}", x, list(xs), {method: values})

@@ -4,50 +4,56 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from importlib.util import find_spec
 
 from testtime.report.data import StreamReport, UnlabelledReport
 from testtime.report.gather import BASELINE, Runner, scored, subtitle, unscored
 from testtime.report.queues import Moment, Tracer, bank_of, queue_map
-from testtime.session.session import Session
-from testtime.types import InputError, Prediction, StoredImage
+from testtime.session.session import Seen, Session
+from testtime.types import InputError, StoredImage
 
 
 class Record:
-    """What a session says of each image, and what its queues hold a fifth of the way and at the end.
+    """An observer of a session: what it says of each image, and what its queues hold a fifth of the way and at the end.
+
+    `labels` are those of the images to come, None where not known.
 
     >>> import testtime as tt
     >>> task, stream, labels = tt.toy()
     >>> session = tt.Session(task, "dpe")
-    >>> record = Record(session, len(stream))
-    >>> for number, views in enumerate(stream):
-    ...     record.add(f"image {number}", session.step(views), int(labels[number]))
+    >>> record = Record(session, labels.tolist())
+    >>> session.observers.append(record)
+    >>> answers = [session.step(views) for views in stream]
     >>> [f"{curve.name} {curve.accuracy:.2f}" for curve in record.report("Toys", place=False).curves]
     ['zeroshot 0.72', 'dpe 0.78']
     """
 
-    def __init__(self, session: Session, expected: int) -> None:
+    def __init__(self, session: Session, labels: Sequence[int | None]) -> None:
         self.session = session
         self.images: list[str | StoredImage] = []
         self.labels: list[int | None] = []
         # time goes into encoding too, and of the frozen classifier a prediction has no more than its answer
         self.baseline, self.method = (
-            Runner(name, of, seconds=math.nan, brier=math.nan)
+            Runner(name, of, seconds=math.nan, brier=None)
             for name, of in ((BASELINE, Session(session.task, BASELINE)), (session.method.name, session))
         )
-        self._early = max(1, expected // 5)
+        self._given, self._first = labels, session.position
+        self._early = max(1, len(labels) // 5)
         bank = bank_of(session.state)
         self._tracer = Tracer(bank) if bank else None
         self._start = time.perf_counter()
 
-    def add(self, image: str | StoredImage, prediction: Prediction, label: int | None) -> None:
+    def __call__(self, seen: Seen) -> None:
         """Note one image, right after the session has met it."""
+        if (prediction := seen.prediction) is None:
+            return
         self.baseline.predictions.append(prediction.zero_shot_index)
         self.baseline.confidences.append(prediction.zero_shot_confidence)
         self.method.predictions.append(prediction.index)
         self.method.confidences.append(prediction.confidence)
-        self.images.append(image)
-        self.labels.append(label)
+        self.images.append(seen.source if isinstance(seen.source, str | StoredImage) else f"image {seen.index}")
+        self.labels.append(self._given[seen.index - self._first])
         # a state that did not change need not be looked at, which costs a copy of it
         if self._tracer and prediction.learned and (bank := bank_of(self.session.state)):
             self._tracer.follow(bank, len(self.images) - 1)

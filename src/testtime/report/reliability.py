@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import torch
+
+from testtime.metrics import ExpectedCalibrationError, accuracy, macro_f1
 from testtime.report.data import Answers, StreamReport
 from testtime.report.plot import styles_of
 from testtime.report.words import as_table, plain, px, safe
@@ -24,54 +26,41 @@ class Bin(NamedTuple):
     accuracy: float
 
 
-def reliability(confidences: Sequence[float], correct: Sequence[bool], bins: int = BINS) -> list[Bin]:
-    """Images by the confidence of their answer, in bins of equal width, an upper edge included.
+def reliability(score: ExpectedCalibrationError) -> list[Bin]:
+    """What a score has counted, bin by bin.
 
-    >>> [b.images for b in reliability([0.5, 0.9, 1.0], [True, False, True], bins=2)]
+    >>> score = ExpectedCalibrationError(bins=2)
+    >>> score = score.update_answers(torch.tensor([0.5, 0.9, 1.0]), torch.tensor([True, False, True]))
+    >>> [b.images for b in reliability(score)]
     [1, 2]
     """
-    edges = [index / bins for index in range(1, bins)]
-    groups: list[list[tuple[float, bool]]] = [[] for _ in range(bins)]
-    for confidence, right in zip(plain(confidences), plain(correct), strict=True):
-        groups[bisect_left(edges, confidence)].append((confidence, bool(right)))
+    counts = torch.stack([score.images, score.right + score.gaps, score.right]).T.tolist()
     return [
-        Bin(
-            index / bins,
-            (index + 1) / bins,
-            len(group),
-            sum(confidence for confidence, _ in group) / max(len(group), 1),
-            sum(right for _, right in group) / max(len(group), 1),
-        )
-        for index, group in enumerate(groups)
+        Bin(index / len(counts), (index + 1) / len(counts), int(images), sure / max(images, 1), right / max(images, 1))
+        for index, (images, sure, right) in enumerate(counts)
     ]
-
-
-def calibration_error(bins: Sequence[Bin]) -> float:
-    """The gap between confidence and accuracy, weighted by images, 0 to 1 (ECE)."""
-    return sum(b.images * abs(b.confidence - b.accuracy) for b in bins) / sum(b.images for b in bins)
 
 
 def figure(report: StreamReport, slots: Mapping[str, int]) -> str:
     """A diagram for each method, a table of scores, and the numbers behind the diagrams."""
     styles = styles_of([answers.name for answers in report.answers], slots)
     diagrams, rows, numbers = [], [], []
-    labels = plain(report.labels)
+    labels = torch.tensor(plain(report.labels))
     with_brier = any(answers.brier is not None for answers in report.answers)
     for answers, style in zip(report.answers, styles, strict=True):
-        predictions, confidences = plain(answers.predictions), plain(answers.confidences)
-        correct = [prediction == label for prediction, label in zip(predictions, labels, strict=True)]
-        bins = reliability(confidences, correct)
-        error = calibration_error(bins)
+        predictions = torch.tensor(plain(answers.predictions))
+        confidences = torch.tensor(plain(answers.confidences), dtype=torch.float64)
+        score = ExpectedCalibrationError(BINS).update_answers(confidences, predictions == labels)
+        bins, error = reliability(score), score.compute()
         diagrams.append(
             f'<li><span class="name {style}">{safe(answers.name)}</span> <span class="soft">ECE {100 * error:.1f}'
             f"</span>{_diagram(answers, bins, error, style.removesuffix(' last'))}</li>"
         )
         brier = "" if not with_brier else "<td>–</td>" if answers.brier is None else f"<td>{answers.brier:.3f}</td>"
-        mean = sum(confidences) / len(confidences)
         rows.append(
             f'<tr><th scope="row"><span class="name {style}">{safe(answers.name)}</span></th>'
-            f'<td>{mean:.1%}</td><td class="wide">{sum(correct) / len(correct):.1%}</td><td>{100 * error:.1f}</td>'
-            f"{brier}<td>{100 * macro_f1(predictions, labels):.1f}</td></tr>"
+            f'<td>{confidences.mean():.1%}</td><td class="wide">{accuracy(predictions, labels):.1%}</td>'
+            f"<td>{100 * error:.1f}</td>{brier}<td>{100 * macro_f1(predictions, labels):.1f}</td></tr>"
         )
         numbers += [
             [
@@ -97,15 +86,6 @@ def figure(report: StreamReport, slots: Mapping[str, int]) -> str:
         f"<tbody>{''.join(rows)}</tbody></table></div>"
         + as_table(["Method and confidence", "Images", "Mean confidence", "Right"], numbers, "The bins as a table")
     )
-
-
-def macro_f1(predictions: Sequence[int], labels: Sequence[int]) -> float:
-    """F1 averaged over the classes seen or predicted, 0 to 1."""
-    import torch
-
-    from testtime import metrics
-
-    return metrics.macro_f1(torch.tensor(predictions), torch.tensor(labels))
 
 
 def _diagram(answers: Answers, bins: Sequence[Bin], error: float, style: str) -> str:

@@ -1,4 +1,4 @@
-"""A stream of image files through a session, written down row by row so that nothing done is lost."""
+"""What watches the run of a stream of image files: a tally, and rows and states, so that nothing done is lost."""
 
 from __future__ import annotations
 
@@ -8,40 +8,33 @@ import io
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+from typing import NamedTuple, TextIO, TypeAlias
+
+import torch
 
 from testtime import files
 from testtime.errors import ODD
 from testtime.machine.interrupts import held_back
-from testtime.session.session import Session
+from testtime.metrics import Accuracy
+from testtime.session.session import Seen, Session
 from testtime.types import InputError, Prediction, StateError, StoredImage
 
-if TYPE_CHECKING:
-    from testtime.report.record import Record
-
-COLUMNS = (
-    "index",
-    "image",
-    "label",
-    "confidence",
-    "entropy",
-    "zero_shot",
-    "zero_shot_confidence",
-    "learned",
-)
+COLUMNS = ("index", "image", "label", "confidence", "entropy", "zero_shot", "zero_shot_confidence", "learned")
 JOURNAL = "run"  # of a saved state's metadata: what it has met, and which rows are its own
 AUTOSAVE = 200  # images between two saves of the state, so that a crash costs at most these
 FORMULAS = ("=", "+", "-", "@", "\t", "\r")  # a cell that begins so is one to a spreadsheet, which computes it
 
+Row: TypeAlias = dict[str, str | float]
 
-def row(index: int, path: StoredImage, prediction: Prediction) -> dict[str, Any]:
+
+def row(index: int, image: object, prediction: Prediction) -> Row:
     """One prediction as plain data; entropy in nats."""
     return {
         "index": index,
-        "image": str(path),
+        "image": str(image),
         "label": prediction.label,
         "confidence": round(prediction.confidence, 6),
         "entropy": round(prediction.entropy, 6),
@@ -51,38 +44,41 @@ def row(index: int, path: StoredImage, prediction: Prediction) -> dict[str, Any]
     }
 
 
-@dataclass
 class Tally:
-    """How a run is going; accuracies count images whose class is known."""
+    """An observer that counts: how a run is going, against the labels of the images to come, None where not known.
 
-    images: int = 0
-    learned: int = 0
-    changed: int = 0  # answers other than the zero-shot one
-    labelled: int = 0
-    correct: int = 0
-    zero_shot_correct: int = 0
-    skipped: list[str] = field(default_factory=list)  # one line per image that could not be read
+    `start` is the place in the input of the first of these.
+    """
 
-    def add(self, prediction: Prediction, label: int | None) -> None:
-        """Count one prediction."""
+    def __init__(self, labels: Sequence[int | None], start: int = 0) -> None:
+        self._labels, self._start = labels, start
+        self.images = self.learned = self.changed = self.skipped = 0  # changed: answers other than the zero-shot one
+        self.accuracy, self.zero_shot_accuracy = Accuracy(), Accuracy()
+
+    def __call__(self, seen: Seen) -> None:
+        """Count one image."""
+        if (prediction := seen.prediction) is None:
+            self.skipped += 1
+            return
         self.images += 1
         self.learned += prediction.learned
         self.changed += prediction.index != prediction.zero_shot_index
-        if label is not None:
-            self.labelled += 1
-            self.correct += prediction.index == label
-            self.zero_shot_correct += prediction.zero_shot_index == label
+        if (label := self._labels[seen.index - self._start]) is not None:
+            truth = torch.tensor([label])
+            self.accuracy.update(torch.tensor([prediction.index]), truth)
+            self.zero_shot_accuracy.update(torch.tensor([prediction.zero_shot_index]), truth)
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, float | None]:
         """The tally as plain data; accuracies are fractions, None where no image's class is known."""
+        labelled = self.accuracy.images
         return {
             "images": self.images,
-            "skipped": len(self.skipped),
+            "skipped": self.skipped,
             "learned": self.learned,
             "changed": self.changed,
-            "labelled": self.labelled,
-            "accuracy": self.correct / self.labelled if self.labelled else None,
-            "zero_shot_accuracy": self.zero_shot_correct / self.labelled if self.labelled else None,
+            "labelled": labelled,
+            "accuracy": self.accuracy.compute() if labelled else None,
+            "zero_shot_accuracy": self.zero_shot_accuracy.compute() if labelled else None,
         }
 
 
@@ -98,15 +94,15 @@ class Rows:
         if style == "csv" and not before:
             self._write(_csv_line(COLUMNS))
 
-    def write(self, values: dict[str, Any]) -> None:
+    def write(self, values: Row) -> None:
         """Write one row."""
         if self.style == "csv":
-            cells = values | {name: _harmless(name, values[name]) for name in ("image", "label", "zero_shot")}
+            cells = values | {name: _harmless(name, str(values[name])) for name in ("image", "label", "zero_shot")}
             self._write(_csv_line([cells[name] for name in COLUMNS]))
         else:
             self._write(json.dumps(values, ensure_ascii=False) + "\n")
 
-    def synced(self) -> list[Any]:
+    def synced(self) -> list[int | str]:
         """How many bytes there are and their digest, once they would survive a power cut."""
         os.fsync(self.out.fileno())
         files.sync_folder(Path(self.out.name).parent)
@@ -120,7 +116,7 @@ class Rows:
         self._digest.update(data)
 
 
-def _csv_line(values: Sequence[Any]) -> str:
+def _csv_line(values: Iterable[object]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerow(values)
     return text.getvalue()
@@ -134,46 +130,62 @@ def _harmless(name: str, text: str) -> str:
 # A run that goes on
 
 
-@dataclass
-class Journal:
-    """What a state says of its run: which images it has met, and which rows are its own.
-
-    A state is first saved when there are no rows yet, and each time after the rows that it knows of. So the rows of a
-    run that is killed reach at least as far as its state: those beyond are cut off, and their images come again.
-    """
-
-    save: Path | None
-    rows: Rows | None  # None where they go to a terminal
-    begun: int  # the index of the input's first image
-    position: int  # of the next image
-    met: Any  # the digest of the names so far
-
-    def meet(self, image: StoredImage) -> None:
-        """An image is done with: its row is written, or it could not be read."""
-        self.position += 1
-        self.met.update(_known(image))
-
-    def write(self, session: Session) -> None:
-        """Save the state, unless it is ahead of the rows: then the one before, with fewer rows, is right."""
-        if self.save and (self.rows is None or session.position == self.position):
-            place = self.rows.synced() if self.rows else None
-            told = {"begun": self.begun, "input": self.met.hexdigest(), "rows": place}
-            with held_back():
-                session.save(self.save, {JOURNAL: json.dumps(told)})
-
-
-def _known(image: StoredImage | str) -> bytes:
-    """An image's name, wherever it is asked for from."""
-    return os.path.abspath(str(image)).encode("utf-8", ODD) + b"\0"
-
-
 class Before(NamedTuple):
     """What is there of an earlier run."""
 
     rows: bytes  # its own
     left: list[int]  # which of the images are still to come
     begun: int  # the index of the input's first image
-    met: Any  # the digest of the names so far
+    met: hashlib._Hash  # the digest of the names so far
+
+
+class Journal:
+    """An observer that writes a row for every answer, and states that say which images and which rows are theirs.
+
+    A state is first saved when there are no rows yet, and each time after the rows that it knows of. So the rows of a
+    run that is killed reach at least as far as its state: those beyond are cut off, and their images come again.
+    """
+
+    def __init__(
+        self, session: Session, write: Callable[[Row], None], before: Before, save: Path | None, rows: Rows | None
+    ) -> None:
+        """`rows` are what `write` writes to a file; None where they go to a terminal or a pipe."""
+        self.session, self.write, self.save, self.rows = session, write, save, rows
+        self._begun, self._met = before.begun, before.met
+        self._position = session.position  # of the next image
+
+    def __call__(self, seen: Seen) -> None:
+        """Write what became of an image."""
+        if seen.index >= self.session.position:
+            return  # it ends the run, and comes again in the next
+        if seen.prediction is not None:
+            self.write(row(seen.index, seen.source, seen.prediction))
+        self._position += 1
+        self._met.update(_known(seen.source))
+        if seen.prediction is not None and self.session.count % AUTOSAVE == 0:
+            self._save()
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Save the state at the start of the block and at its end, however it ends; every `AUTOSAVE` images besides."""
+        self._save()
+        try:
+            yield
+        finally:
+            self._save()
+
+    def _save(self) -> None:
+        """Save the state, unless it is ahead of the rows: then the one before, with fewer rows, is right."""
+        if self.save and (self.rows is None or self.session.position == self._position):
+            place = self.rows.synced() if self.rows else None
+            told = {"begun": self._begun, "input": self._met.hexdigest(), "rows": place}
+            with held_back():
+                self.session.save(self.save, {JOURNAL: json.dumps(told)})
+
+
+def _known(image: object) -> bytes:
+    """An image's name, wherever it is asked for from."""
+    return os.path.abspath(str(image)).encode("utf-8", ODD) + b"\0"
 
 
 def nothing_before(paths: Sequence[StoredImage], position: int) -> Before:
@@ -220,48 +232,3 @@ def _named(rows: bytes, style: str, out: Path) -> Iterator[bytes]:
     except (csv.Error, KeyError, TypeError):
         raise InputError(f"{out} is not the {style} output of an earlier run; give another --out.") from None
     return map(_known, found)
-
-
-def run_images(
-    session: Session,
-    paths: Sequence[StoredImage],
-    labels: Sequence[int | None],
-    tally: Tally,
-    journal: Journal,
-    *,
-    rows: Any = None,
-    strict: bool = False,
-    record: Record | None = None,
-    on_skip: Callable[[str], None] | None = None,
-) -> Generator[Prediction, None, None]:
-    """Stream the prediction of every image that can be read, in order, each written as a row before it is given out.
-
-    The state is written at the start, every `AUTOSAVE` images, and whenever the stream ends, also by an interrupt.
-    `record` takes down what a report of the run needs.
-    """
-    journal.write(session)
-    start = session.position
-    try:
-        for entry in session._encoded(paths):
-            path = paths[entry.index - start]
-            if entry.error is not None and not strict:
-                tally.skipped.append(str(entry.error))
-                if on_skip:
-                    on_skip(str(entry.error))
-                session.position = entry.index + 1
-                journal.meet(path)
-                continue
-            views, label = entry.usable(), labels[entry.index - start]
-            with held_back():  # an image that was learned from has its row
-                prediction = session._advance(views)
-                if rows is not None:
-                    rows.write(row(entry.index, path, prediction))
-                journal.meet(path)
-            tally.add(prediction, label)
-            if record:
-                record.add(path, prediction, label)
-            yield prediction
-            if session.count % AUTOSAVE == 0:
-                journal.write(session)
-    finally:
-        journal.write(session)

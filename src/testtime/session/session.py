@@ -3,39 +3,35 @@
 from __future__ import annotations
 
 import copy
-import json
-import math
-import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
-from testtime import files, registry
+from testtime import registry
 from testtime.machine.interrupts import held_back
-from testtime.methods.base import leaves
 from testtime.ops import unit_views
-from testtime.steppers import Stepper, laid, laid_task, open_stepper
+from testtime.session import saved
+from testtime.session.begin import begin
+from testtime.steppers import Stepper, laid_task, open_stepper
 from testtime.types import (
-    MOST_VIEWS,
     Encoder,
-    FeatureError,
     InputError,
     Method,
     Prediction,
-    SettingError,
     StateError,
     StoredImage,
     Task,
     Variations,
     ViewPlan,
+    check_finite,
 )
 
 if TYPE_CHECKING:
@@ -43,45 +39,23 @@ if TYPE_CHECKING:
 
     from testtime.encoding.stream import Encoded
 
-FORMAT = "testtime.session"
-VERSION = "1"
+    Source: TypeAlias = Image | str | StoredImage | Tensor
 
-COUNTS = 2**53  # what is counted is less; up to there a float is exact too
-
-
-def _json(kind: type) -> Callable[[str], Any]:
-    return lambda text: files.parse_json(text, "it", StateError, kind)
+S = TypeVar("S", bound="Source")
 
 
-def _whole(least: int, end: int) -> Callable[[str], int]:
-    def read(text: str) -> int:
-        if not least <= (number := int(text)) < end:
-            raise ValueError
-        return number
+@dataclass(frozen=True, slots=True, eq=False)
+class Seen:
+    """One image that a session has met, and what it answered; what it learned is in the state by now."""
 
-    return read
-
-
-def _names(text: str) -> tuple[str, ...]:
-    names = _json(list)(text)
-    if not all(isinstance(name, str) for name in names):
-        raise ValueError
-    return tuple(names)
+    index: int  # the image's place in the input
+    source: Source  # as it was given
+    views: Tensor | None  # (V, D) unit rows
+    prediction: Prediction | None  # which says whether the image was learned from
+    error: InputError | None  # why there is neither views nor a prediction
 
 
-# how each entry of a saved session's metadata is read
-READERS: dict[str, Callable[[str], Any]] = {
-    "method": str,
-    "settings": _json(dict),
-    "classnames": _names,
-    "encoder": str,
-    "scale": float,
-    "views": _whole(1, MOST_VIEWS + 1),
-    "augmix": _json(bool),
-    "seed": _whole(0, 2**64),
-    "count": _whole(0, COUNTS),
-    "position": _whole(0, COUNTS),
-}
+Observer: TypeAlias = Callable[[Seen], object]
 
 
 class Session:
@@ -98,6 +72,13 @@ class Session:
     Threads may share a session: calls take turns, and each meets the state whole. An answer that is not finite is an
     InputError, and is not counted; where the image was learned from, the session then does and saves nothing more,
     until it is reset.
+
+    Each of `observers` is called with what was `Seen` of every image of `step` and `run`: after it is answered, or when
+    it cannot be used. That moves `position` where `run` passes the image over, and not where the error is raised.
+    Observers are called in the image's turn with interrupts held back, so they meet the state whole, and should be
+    quick. What one raises comes out once all have been called, and leaves the session as it is after that image.
+    `predict` and `scan` tell nobody: the one leaves no trace, the other has no answer for each image. Observers are not
+    saved, and stay behind when a session is copied.
 
     >>> import testtime as tt
     >>> task, stream, labels = tt.toy()
@@ -119,6 +100,7 @@ class Session:
         variations: Variations | None = None,
         preset: str | None = None,
         reference: bool = False,
+        observers: Iterable[Observer] = (),
         **settings: object,
     ) -> None:
         if isinstance(method, str):
@@ -133,6 +115,7 @@ class Session:
         self.encoder = encoder
         self.plan = ViewPlan(views, augmix, seed, variations)
         self.reference = reference
+        self.observers = list(observers)
         self._turn = threading.RLock()
         self._spoilt = ""  # why the state is not to be used
         self.reset()
@@ -143,8 +126,8 @@ class Session:
     def reset(self) -> None:
         """Forget the stream: back to before the first image."""
         with self._turn:
-            self.state = _begin(self.method, self.task)
-            self._infinite = {name: bool(part.isinf().any()) for name, part in _named("state", self._state)}
+            self.state = begin(self.method, self.task)
+            self._infinite = saved.infinite_parts(self._state)
             self.count = self.position = 0
 
     @property
@@ -163,25 +146,27 @@ class Session:
         """A second session that starts from here and learns on its own."""
         return copy.copy(self)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         with self._turn:
-            return {**vars(self), "_state": self.state, "_stepper": None, "_turn": None}
+            return {**vars(self), "_state": self.state, "_stepper": None, "_turn": None, "observers": []}
 
-    def __setstate__(self, members: dict[str, Any]) -> None:
+    def __setstate__(self, members: dict[str, object]) -> None:
         vars(self).update(members, _turn=threading.RLock())  # a copy has turns of its own
 
-    def step(self, image: Image | str | StoredImage | Tensor) -> Prediction:
+    def step(self, image: Source) -> Prediction:
         """Predict one image, then learn from it. A refused image leaves everything as it was."""
         with self._turn:
-            return self._advance(self._features(image))
+            ((_, prediction),) = self.run([image])
+        return prediction
 
-    def predict(self, image: Image | str | StoredImage | Tensor) -> Prediction:
+    def predict(self, image: Source) -> Prediction:
         """Predict one image from what has been learned so far, learning nothing."""
-        views = self._features(image)
+        (entry,) = self._encoded([image])
+        views = entry.usable()
         with self._turn:
             with torch.inference_mode():
                 logits = self._steps().peek(views)
-            return self._prediction(logits, torch.zeros(1, dtype=torch.bool), views)
+            return Prediction.of(self.task, self.method, logits[0], views[0], False, self.position)
 
     def warm_up(self, views: int | None = None) -> float:
         """Do now what is done once, for images of so many views: loading, compiling, capturing; the seconds it took."""
@@ -194,42 +179,50 @@ class Session:
         """Logits (N, C) of a chunk of features (N, V, D), learning along the way; all or nothing."""
         with self._turn, held_back():  # a stepper works in place
             views = unit_views(stream, self.task.text, self.position)
-            with torch.inference_mode(), self._spoiling():
+            with torch.inference_mode():
                 logits = self._steps().scan(views)[0]
-                self._check_answers(logits)
+            with self._spoiling():
+                check_finite(self.method, logits, self.position)
             self.count += len(stream)
             self.position += len(stream)
         return logits.clone()  # out of inference mode: an ordinary tensor
 
     def run(
-        self, images: Iterable[Any], *, on_error: Callable[[Any, InputError], None] | None = None
-    ) -> Iterator[tuple[Any, Prediction]]:
+        self, images: Iterable[S], *, on_error: Callable[[S, InputError], None] | None = None
+    ) -> Generator[tuple[S, Prediction], None, None]:
         """Each image with its prediction, in order; images are read and encoded ahead of the adaptation.
 
         A bad image goes to `on_error` and is left out; without it, the error is raised when its turn comes. Either way
         it has its place in the input: the views of those that follow do not depend on whether it could be read.
 
-        An interrupt that comes while an image is answered is raised when the next is asked for, or the run is closed:
-        there is an answer for every image that is counted. One that comes in the caller's turn is the caller's.
+        An interrupt that comes while an image is answered is raised when the next is asked for, or the run is closed,
+        and so is what an observer raises: there is an answer for every image that is counted. An interrupt that comes
+        in the caller's turn is the caller's.
         """
         for entry in self._encoded(images):
-            if entry.error is not None and on_error is not None:
-                self.position = entry.index + 1
+            if entry.error is not None:
+                with self._turn, held_back():
+                    if on_error is not None:
+                        self.position = entry.index + 1
+                    self._tell(entry, None)
+                if on_error is None:
+                    raise entry.error
                 on_error(entry.source, entry.error)
                 continue
-            views, prediction, interrupt = entry.usable(), None, None
+            views, prediction, late = entry.usable(), None, None
             try:
-                with held_back():
+                with self._turn, held_back():
                     prediction = self._advance(views)
+                    self._tell(entry, prediction)
             except BaseException as error:
                 if prediction is None:
                     raise
-                interrupt = error
+                late = error
             try:
                 yield entry.source, prediction
             finally:
-                if interrupt is not None:
-                    raise interrupt
+                if late is not None:
+                    raise late
 
     def save(self, path: str | Path, extra: dict[str, str] | None = None) -> Path:
         """Write everything needed to go on bit for bit, atomically. `extra` metadata is kept as it is.
@@ -237,29 +230,8 @@ class Session:
         A state that cannot be gone on from is refused, and the file left as it was.
         """
         with self._turn:
-            return self._save(path, extra or {})
-
-    def _save(self, path: str | Path, extra: dict[str, str]) -> Path:
-        self._check_sound(f" It was not written to {path}.")
-        facts = {
-            "format": FORMAT,
-            "version": VERSION,
-            "method": self.method.name,
-            "settings": json.dumps(registry.settings_of(self.method)),
-            "classnames": json.dumps(self.task.classnames),
-            "encoder": self.task.encoder,
-            "scale": repr(self.task.scale),
-            "views": str(self.plan.count),
-            "augmix": json.dumps(self.plan.augmix),
-            "seed": str(self.plan.seed),
-            "count": str(self.count),
-            "position": str(self.position),
-        } | self.plan.facts()
-        state = dict(_named("state", self.state))
-        for name, tensor in state.items():
-            if wrong := _wrong(tensor, self._infinite[name]):
-                raise StateError(f"'{name}' {wrong}, so the state cannot be used; it was not written to {path}.")
-        return files.write_tensors(path, {"task.text": self.task.text} | state, extra | facts)
+            self._check_sound(f" It was not written to {path}.")
+            return saved.write(path, self, self._infinite, extra or {})
 
     @classmethod
     def load(
@@ -273,32 +245,38 @@ class Session:
         reference: bool = False,
     ) -> Session:
         """A saved session. With a `task`, an encoder or variations, they must be those that it was made with."""
-        file = files.open_tensors(path, StateError)
-        facts = _facts(file, path)
-        if "task.text" not in file.keys():
-            raise StateError(f"{path} lacks 'task.text'; it is damaged.")
-        text = laid(file.get_tensor("task.text").to(device))
-        try:
-            saved = Task(text, facts["classnames"], facts["scale"], facts["encoder"])
-            method = registry.make_method(facts["method"], None, facts["settings"])
-        except (FeatureError, SettingError, OverflowError) as error:
-            raise StateError(f"{path} is damaged: {error}") from None
-        if encoder is not None and encoder.name != saved.encoder:
-            raise StateError(f"{path} was made with encoder '{saved.encoder}', not '{encoder.name}'.")
-        if task is not None:
-            _same_task(path, saved, task)
-            saved = replace(saved, context=task.context)
-        looks = {key: facts[key] for key in ("views", "augmix", "seed")}
-        session = cls(saved, method, encoder=encoder, variations=variations, reference=reference, **looks)
-        before, now = ((what or {}).get("variations") for what in (file.metadata(), session.plan.facts()))
-        if encoder is not None and before != now:
-            raise StateError(f"{path} was made with variations {before}, not {now}; give the same.")
-        session.state = _filled("state", session.state, file, path, device)
-        for name, tensor in _named("state", session.state):
-            if wrong := _wrong(tensor, session._infinite[name]):
-                raise StateError(f"{path} is damaged: '{name}' {wrong}. Go on from another state, or start anew.")
-        session.count, session.position = facts["count"], facts["position"]
+        file = saved.Saved(path, device)
+        task, plan = file.fit(task, encoder, variations), file.plan
+        session = cls(
+            task, file.method, encoder=encoder, views=plan.count, augmix=plan.augmix, seed=plan.seed,
+            variations=variations, reference=reference,
+        )  # fmt: skip
+        session.state = file.state(session.state)
+        session.count, session.position = file.count, file.position
         return session
+
+    def _encoded(self, images: Iterable[Source]) -> Iterator[Encoded]:
+        from testtime.encoding.stream import stream  # Pillow is loaded only where there are images
+
+        return stream(self.encoder, images, self.plan, indices=count(self.position), like=self.task.text)
+
+    def _advance(self, views: Tensor) -> Prediction:
+        """Predict and learn from unit views (V, D)."""
+        with torch.inference_mode():
+            logits, learned = self._steps().step(views)
+        with self._spoiling():
+            prediction = Prediction.of(self.task, self.method, logits[0], views[0], learned, self.position)
+        self.count += 1
+        self.position += 1
+        return prediction
+
+    def _tell(self, entry: Encoded, prediction: Prediction | None) -> None:
+        """Call every observer; what they raise comes out once all have been called."""
+        if self.observers:
+            seen = Seen(entry.index, entry.source, entry.features, prediction, entry.error)
+            with ExitStack() as calls:  # which it makes on leaving, last first
+                for observer in reversed(self.observers):
+                    calls.callback(observer, seen)
 
     def _steps(self) -> Stepper:
         self._check_sound()
@@ -306,163 +284,15 @@ class Session:
             self._stepper = open_stepper(self.task, [self.method], [self._state], reference=self.reference)
         return self._stepper
 
-    def _advance(self, views: Tensor) -> Prediction:
-        """Predict and learn from unit views (V, D)."""
-        with self._turn, held_back():
-            with self._spoiling():
-                with torch.inference_mode():
-                    logits, learned = self._steps().step(views)
-                prediction = self._prediction(logits, learned, views)
-            self.count += 1
-            self.position += 1
-        return prediction
-
-    def _prediction(self, logits: Tensor, learned: Tensor, views: Tensor) -> Prediction:
-        """The answer of logits (1, C): fetched from the device at once, with all that goes with them."""
-        with torch.inference_mode():
-            parts = torch.cat([logits[0], self.task.zero_shot(views[0]), learned.to(logits)]).cpu()
-        self._check_answers(parts[None])
-        answer, frozen, learns = parts.split([logits.shape[1], self.task.classes, 1])
-        prediction = Prediction.of(self.task, self.method, answer.clone(), frozen, bool(learns))
-        if not math.isfinite(prediction.confidence):  # probabilities may overflow where logits do not
-            raise self._endless(0)
-        return prediction
-
-    def _check_answers(self, logits: Tensor) -> None:
-        """Refuse logits (N, C) that are not finite."""
-        if not torch.isfinite(logits).all():
-            raise self._endless(int((~torch.isfinite(logits)).any(1).nonzero()[0]))
-
-    def _endless(self, row: int) -> _NotFinite:
-        return _NotFinite(
-            f"Method '{self.method.name}' gives NaN or infinity for image {self.position + row}. Give it settings and "
-            "a logit scale of ordinary size, and start anew or from a state saved before."
-        )
-
     @contextmanager
     def _spoiling(self) -> Iterator[None]:
-        """Remember that an answer was not finite, since the state has moved on with it."""
+        """Remember that an answer was refused as not finite, since the state has moved on with it."""
         try:
             yield
-        except _NotFinite as error:
+        except InputError as error:
             self._spoilt = str(error)
             raise
 
     def _check_sound(self, then: str = "") -> None:
         if self._spoilt:
             raise StateError(f"{self._spoilt}{then}")
-
-    def _features(self, image: Any) -> Tensor:
-        """Unit views (V, D) of the next image."""
-        (entry,) = self._encoded([image])
-        return entry.usable()
-
-    def _encoded(self, images: Iterable[Any]) -> Iterator[Encoded]:
-        from testtime.encoding.stream import stream  # Pillow is loaded only where there are images
-
-        return stream(self.encoder, images, self.plan, indices=count(self.position), like=self.task.text)
-
-
-class _NotFinite(InputError):
-    """An answer holds NaN or infinity."""
-
-
-def _begin(method: Method, task: Task) -> Any:
-    """The state before the first image; one that would fill the memory is refused before it is made."""
-    shapes = copy.copy(task)
-    object.__setattr__(shapes, "text", task.text.to("meta"))
-    with torch.inference_mode(False):
-        try:
-            size = sum(leaf.nbytes for leaf in leaves(method.init(shapes)))
-        except (NotImplementedError, RuntimeError):
-            size = 0  # a method that looks at its numbers shows when it is made
-        if size > (most := _memory(task.text.device)):
-            raise SettingError(
-                f"Method '{method.name}' would keep {size / 1e9:,.0f} GB for {task.classes:,} classes, and there are "
-                f"{most / 1e9:,.0f}; give it smaller queues, caches or memories."
-            )
-        return method.init(task)
-
-
-def _memory(device: torch.device) -> int:
-    """Bytes that a device has in all."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _wrong(tensor: Tensor, infinite: bool) -> str:
-    """What no method leaves in a tensor of its state; infinity is right only where the state begins with some."""
-    if not tensor.is_floating_point():
-        return "" if ((tensor >= 0) & (tensor < COUNTS)).all() else "holds what is no count"
-    if tensor.isfinite().all():
-        return ""
-    if tensor.isnan().any():
-        return "holds NaN"
-    return "" if infinite and not tensor.isneginf().any() else "holds infinity"
-
-
-def _named(prefix: str, state: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a state under dotted names."""
-    if isinstance(state, Tensor):
-        yield prefix, state
-        return
-    for field, part in state._asdict().items():
-        yield from _named(f"{prefix}.{field}", part)
-
-
-def _filled(prefix: str, fresh: Any, file: Any, path: Any, device: torch.device | str) -> Any:
-    """A state of the shape of `fresh` with the tensors of a file."""
-    if not isinstance(fresh, Tensor):
-        parts = fresh._asdict().items()
-        return type(fresh)(*(_filled(f"{prefix}.{field}", part, file, path, device) for field, part in parts))
-    if prefix not in file.keys():
-        raise StateError(f"{path} lacks '{prefix}'; it was written by another version, or is damaged.")
-    stored = laid(file.get_tensor(prefix).to(device))
-    if stored.shape != fresh.shape or stored.dtype != fresh.dtype:
-        raise StateError(
-            f"{path}: '{prefix}' is {stored.dtype} {tuple(stored.shape)}, "
-            f"where this task needs {fresh.dtype} {tuple(fresh.shape)}."
-        )
-    return stored
-
-
-def _facts(file: Any, path: Any) -> dict[str, Any]:
-    """The metadata of a saved session, read; what is missing or damaged is named."""
-    stored: dict[str, str] = dict(file.metadata() or {})
-    if stored.get("format") != FORMAT:
-        raise StateError(f"{path} is not a saved session (no '{FORMAT}' in its metadata).")
-    if stored.get("version") != VERSION:
-        raise StateError(
-            f"{path} has format version {stored.get('version')}, this program reads {VERSION}. "
-            "Use the version of testtime that wrote it, or start the session anew."
-        )
-    stored.setdefault("position", stored.get("count", ""))  # files of before there was one have no gaps
-    facts = {}
-    for key, read in READERS.items():
-        try:
-            facts[key] = read(stored[key])
-        except (ValueError, TypeError, KeyError, StateError):
-            raise StateError(f"{path} is damaged: its metadata '{key}' is {_short(stored.get(key))}.") from None
-    return facts
-
-
-def _short(text: str | None) -> str:
-    return repr(text if text is None or len(text) <= 60 else text[:60] + "...")
-
-
-def _same_task(path: Any, saved: Task, given: Task) -> None:
-    """Refuse a task other than the one in the file, saying what differs first."""
-    if saved.classnames != given.classnames:
-        pairs = zip(saved.classnames, given.classnames, strict=False)
-        first = next((f"'{a}' there, '{b}' here" for a, b in pairs if a != b), "one list is longer")
-        raise StateError(
-            f"{path} holds {saved.classes} classes, this task has {given.classes}, and they differ ({first}). "
-            "Give the same class list in the same order, or start without the file."
-        )
-    if saved.dim != given.dim:
-        raise StateError(f"{path} has features of {saved.dim} dimensions, this task of {given.dim}.")
-    if saved.encoder != given.encoder:
-        raise StateError(f"{path} was made with encoder '{saved.encoder}', this task with '{given.encoder}'.")
-    if saved.scale != given.scale or not torch.allclose(saved.text.cpu(), given.text.to(saved.text).cpu(), atol=1e-4):
-        raise StateError(f"{path} was made with other text prototypes or another logit scale: same prompts needed.")

@@ -1,88 +1,61 @@
-"""`testtime run` and `testtime encode`: from images."""
+"""`testtime run`: images classified, and learned from as they pass."""
 
 from __future__ import annotations
 
 import json
 import shlex
 import sys
+from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
 
-from testtime.cli.options import (
-    AugMix,
-    Classes,
-    ClassesFile,
-    Descriptions,
-    Device,
-    EncoderName,
-    Images,
-    Limit,
-    MethodName,
-    Preset,
-    Prompts,
-    Reference,
-    Report,
-    Root,
-    Seed,
-    Settings,
-    Shuffle,
-    Strict,
-    Templates,
-    Variations,
-    ViewsOrPaper,
-    encoder_of,
-    flag,
-    method_of,
-    ordered,
-    source_of,
-    task_of,
-    variations_of,
-)
+from testtime.cli import options
 from testtime.cli.terminal import Watch, counted, err, note, opened, percent, progress
 from testtime.errors import InputError, Interrupted
-from testtime.machine.interrupts import told
 
 if TYPE_CHECKING:
     from testtime.report.record import Record
+    from testtime.session.run import Tally
+    from testtime.session.session import Session
+    from testtime.types import Method
 
 app = typer.Typer()
-SHARD = 1000  # images, as a hint
 
 
 @app.command(epilog="Example:  testtime run photos/ --classes cat,dog,fox --out answers.csv --save pets.safetensors")
 def run(
     context: typer.Context,
-    images: Images,
-    root: Root = None,
-    classes: Classes = None,
-    classes_file: ClassesFile = None,
-    encoder: EncoderName = "offline",
-    method: MethodName = "dpe",
-    settings: Settings = None,
-    preset: Preset = None,
-    template: Templates = None,
-    descriptions: Descriptions = None,
-    prompts: Prompts = None,
-    views: ViewsOrPaper = None,
-    augmix: AugMix = False,
-    variations: Variations = None,
-    seed: Seed = 0,
-    shuffle: Shuffle = False,
-    limit: Limit = None,
-    device: Device = "auto",
+    images: options.Images,
+    root: options.Root = None,
+    classes: options.Classes = None,
+    classes_file: options.ClassesFile = None,
+    encoder: options.EncoderName = "offline",
+    method: options.MethodName = "dpe",
+    settings: options.Settings = None,
+    preset: options.Preset = None,
+    template: options.Templates = None,
+    descriptions: options.Descriptions = None,
+    prompts: options.Prompts = None,
+    views: options.ViewsOrPaper = None,
+    augmix: options.AugMix = False,
+    variations: options.Variations = None,
+    seed: options.Seed = 0,
+    shuffle: options.Shuffle = False,
+    limit: options.Limit = None,
+    device: options.Device = "auto",
     output: Annotated[Path | None, typer.Option("--out", "-o", help="CSV or .jsonl; else standard output.")] = None,
     style: Annotated[str | None, typer.Option("--format", help="csv or jsonl; else by the name of --out.")] = None,
     save: Annotated[Path | None, typer.Option("--save", help="Where to keep what was learned (.safetensors).")] = None,
     resume: Annotated[
         Path | None, typer.Option("--resume", help="Go on from a saved state; images already in --out are left out.")
     ] = None,
-    report: Report = None,
-    strict: Strict = False,
-    reference: Reference = False,
-    json_summary: Annotated[bool, flag("--json", help="Summary as a JSON object on standard error.")] = False,
+    report: options.Report = None,
+    strict: options.Strict = False,
+    reference: options.Reference = False,
+    json_summary: Annotated[bool, options.flag("--json", help="Summary as a JSON object on standard error.")] = False,
 ) -> None:
     """Classify images and learn from each one as it passes.
 
@@ -93,16 +66,16 @@ def run(
     from testtime.files import check_place, locked
     from testtime.files.outputs import distinct, read_files
     from testtime.machine.devices import find_device
-    from testtime.session.run import Journal, Rows, Tally, earlier, nothing_before, run_images
+    from testtime.session.run import Journal, Rows, Tally, earlier, nothing_before
     from testtime.session.session import Session
 
     style = _style(style, output)
-    data, names, labels = source_of(images, root, classes, classes_file)
+    data, names, labels = options.source_of(images, root, classes, classes_file)
     # mistakes in names and settings show before the encoder is loaded
-    chosen = method_of(method, preset, settings)
-    order = ordered(len(data), shuffle, seed, limit)
+    chosen = options.method_of(method, preset, settings)
+    order = options.ordered(len(data), shuffle, seed, limit)
     paths, labels = [data.paths[i] for i in order], [labels[i] for i in order]
-    source, count = variations_of(variations, views, paths, find_device(device))
+    source, count = options.variations_of(variations, views, paths, find_device(device))
     for place in (save, report):
         check_place(place)
     distinct(
@@ -113,8 +86,8 @@ def run(
     for place in (output, save):
         if place is not None and (place.is_file() or not place.exists()):  # not a pipe or a device
             context.with_resource(locked(place))
-    loaded = encoder_of(encoder, device)
-    task = task_of(loaded, names, template, descriptions, prompts, getattr(chosen, "needs_tower", False))
+    loaded = options.encoder_of(encoder, device)
+    task = options.task_of(loaded, names, template, descriptions, prompts, getattr(chosen, "needs_tower", False))
     if resume is None:
         session = Session(
             task, chosen, encoder=loaded, views=count, augmix=augmix, seed=seed, variations=source, reference=reference
@@ -135,36 +108,31 @@ def run(
         if not paths:
             note(f"All {counted(len(order), 'image')} are in {output} already; nothing is left to do.")
             return
-    tally, record = Tally(), None
+    tally = Tally(labels, session.position)
+    session.observers.append(tally)
+    record = None
     if report is not None:
         from testtime.report.record import Record
 
-        record = Record(session, len(paths))
-    watching = output is None and sys.stdout.isatty()
+        record = Record(session, labels)
+        session.observers.append(record)
+
+    def skip(_: object, error: InputError) -> None:
+        err.print(f"[yellow]skipped[/] {escape(str(error))}", soft_wrap=True)
+
+    watching, stopped = output is None and sys.stdout.isatty(), False
     with opened(output, append=bool(before.rows)) as file:
         rows = Watch(task.classnames) if watching else Rows(file, style, before.rows)
         kept = rows if isinstance(rows, Rows) and output is not None and output.is_file() else None
-        journal = Journal(save, kept, before.begun, session.position, before.met)
-        with progress("images", len(paths), quiet=output is None) as advance:
-            stream = run_images(
-                session,
-                paths,
-                labels,
-                tally,
-                journal,
-                rows=rows,
-                strict=strict,
-                record=record,
-                on_skip=lambda line: err.print(f"[yellow]skipped[/] {escape(line)}", soft_wrap=True),
-            )
-            stopped = False
+        journal = Journal(session, rows.write, before, save, kept)
+        session.observers.append(journal)
+        with journal.kept(), progress("images", len(paths), quiet=output is None) as advance:
             try:
-                for _ in stream:
-                    advance(tally.images + len(tally.skipped))
+                with closing(session.run(paths, on_error=None if strict else skip)) as answers:
+                    for _ in answers:
+                        advance(tally.images + tally.skipped)
             except KeyboardInterrupt:
                 stopped = True
-            finally:
-                stream.close()  # saves the state, also when interrupted
     if not tally.images and not stopped:
         raise InputError(f"None of the images could be read, {len(paths):,} of {len(paths):,} were skipped.")
     if report is not None and record is not None and tally.images:
@@ -176,76 +144,7 @@ def run(
         raise Interrupted(f"Interrupted after {tally.images:,} of {len(paths):,} images. {_how_to_go_on(save, output)}")
 
 
-@app.command(epilog="Example:  testtime encode photos/ --classes cat,dog,fox --views 64 --out photos.safetensors")
-def encode(
-    context: typer.Context,
-    images: Images,
-    output: Annotated[Path, typer.Option("--out", "-o", help="Feature file, or with --shard a folder.")],
-    root: Root = None,
-    classes: Classes = None,
-    classes_file: ClassesFile = None,
-    encoder: EncoderName = "offline",
-    template: Templates = None,
-    descriptions: Descriptions = None,
-    prompts: Prompts = None,
-    views: ViewsOrPaper = None,
-    augmix: AugMix = False,
-    variations: Variations = None,
-    seed: Seed = 0,
-    limit: Limit = None,
-    device: Device = "auto",
-    dtype: Annotated[str, typer.Option("--dtype", help="float16 or float32, as stored.")] = "float16",
-    shard: Annotated[int | None, typer.Option("--shard", help="Images to a shard; --out is then a folder.")] = None,
-    strict: Strict = False,
-) -> None:
-    """Encode images once into a feature file that 'testtime replay' runs any method over.
-
-    Where every image comes with a label, or lies in a folder named after a class, replays are scored with these.
-    """
-    from testtime import registry
-    from testtime.encoding import encode as encoding
-    from testtime.files import check_folder, check_place, locked
-    from testtime.files.outputs import distinct, read_files
-    from testtime.machine.devices import find_device
-    from testtime.types import ViewPlan
-
-    data, names, labels = source_of(images, root, classes, classes_file)
-    order = ordered(len(data), False, seed, limit)
-    paths = [data.paths[i] for i in order]
-    distinct({"--out": output}, read_files(images, data.paths, encoder, classes_file, descriptions, prompts))
-    if dtype not in encoding.DTYPES:
-        raise registry.unknown("dtype", dtype, encoding.DTYPES)
-    if shard is not None and shard < 1:
-        raise InputError(f"--shard {shard}: at least one image to a shard.")
-    source, count = variations_of(variations, views, paths, find_device(device))
-    plan = ViewPlan(count, augmix, seed, source)
-    check_place(output) if shard is None else check_folder(output)
-    context.with_resource(locked(output))
-    loaded = encoder_of(encoder, device)
-    task = task_of(loaded, names, template, descriptions, prompts)
-    skipped: list[str] = []
-
-    def skip(line: str) -> None:
-        skipped.append(line)
-        err.print(f"[yellow]skipped[/] {escape(line)}", soft_wrap=True)
-
-    def stopped() -> str:
-        if shard is None:
-            return (
-                f"Interrupted; nothing is kept. With --shard {SHARD}, what was done up to the last {SHARD} images is."
-            )
-        return f"Interrupted. Finished shards are kept in {output}; the same command goes on after them."
-
-    with told(stopped), progress("images", len(paths)) as advance:
-        done = encoding.encode(
-            loaded, task, paths, output, plan,
-            labels=[labels[i] for i in order], dtype=encoding.DTYPES[dtype], shard=shard, resume=True, dataset=images,
-            on_skip=None if strict else skip, progress=advance, report=note,
-        )  # fmt: skip
-    note(f"{counted(done, 'image')} x {counted(plan.total, 'view')} in {output}, {len(skipped)} skipped.")
-
-
-def _unheard(context: typer.Context, session: Any, method: Any, views: int, shuffle: bool) -> list[str]:
+def _unheard(context: typer.Context, session: Session, method: Method, views: int, shuffle: bool) -> list[str]:
     """The options given that say other than the saved session, which has the last word."""
     other = {
         "method": method.name != session.method.name,
@@ -255,9 +154,9 @@ def _unheard(context: typer.Context, session: Any, method: Any, views: int, shuf
         "augmix": not session.plan.augmix,
         "seed": context.params["seed"] != session.plan.seed and not shuffle,  # which it is for too
     }
-    options = {param.name: param.opts[0] for param in context.command.params}
+    words = {param.name: param.opts[0] for param in context.command.params}
     given = [name for name in other if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]
-    return [options[name] for name in given if other[name]]
+    return [words[name] for name in given if other[name]]
 
 
 def _how_to_go_on(save: Path | None, output: Path | None) -> str:
@@ -299,7 +198,7 @@ def _write_report(file: Path, record: Record, name: str, order: str) -> None:
 
 
 def _print_tally(
-    tally: Any, session: Any, save: Path | None, output: Path | None, as_json: bool, report: Path | None
+    tally: Tally, session: Session, save: Path | None, output: Path | None, as_json: bool, report: Path | None
 ) -> None:
     facts = tally.summary() | {"method": session.method.name, "state": str(save) if save else None}
     facts |= {"report": str(report)} if report else {}
@@ -309,18 +208,18 @@ def _print_tally(
     err.print(
         f"{counted(tally.images, 'image')}, {tally.learned:,} learned from, "
         f"{counted(tally.changed, 'answer')} other than zero-shot"
-        + (f", {len(tally.skipped)} skipped" if tally.skipped else "")
+        + (f", {tally.skipped} skipped" if tally.skipped else "")
         + (f"; rows in {escape(str(output))}" if output else "")
         + (f"; state in {escape(str(save))}" if save else "")
         + (f"; page in {escape(str(report))}" if report else ""),
         highlight=False,
         soft_wrap=True,
     )
-    if tally.labelled:
+    if labelled := tally.accuracy.images:
         err.print(
-            f"accuracy on {counted(tally.labelled, 'image')} whose class is known: "
-            f"{percent(facts['accuracy'])} ({session.method.name}), "
-            f"{percent(facts['zero_shot_accuracy'])} (zero-shot)",
+            f"accuracy on {counted(labelled, 'image')} whose class is known: "
+            f"{percent(tally.accuracy.compute())} ({session.method.name}), "
+            f"{percent(tally.zero_shot_accuracy.compute())} (zero-shot)",
             highlight=False,
             soft_wrap=True,
         )

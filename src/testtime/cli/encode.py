@@ -1,0 +1,86 @@
+"""`testtime encode`: images to features."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from testtime.cli import options
+from testtime.cli.terminal import counted, err, note, progress
+from testtime.errors import InputError
+from testtime.machine.interrupts import told
+
+app = typer.Typer()
+SHARD = 1000  # images, as a hint
+
+
+@app.command(epilog="Example:  testtime encode photos/ --classes cat,dog,fox --views 64 --out photos.safetensors")
+def encode(
+    context: typer.Context,
+    images: options.Images,
+    output: Annotated[Path, typer.Option("--out", "-o", help="Feature file, or with --shard a folder.")],
+    root: options.Root = None,
+    classes: options.Classes = None,
+    classes_file: options.ClassesFile = None,
+    encoder: options.EncoderName = "offline",
+    template: options.Templates = None,
+    descriptions: options.Descriptions = None,
+    prompts: options.Prompts = None,
+    views: options.ViewsOrPaper = None,
+    augmix: options.AugMix = False,
+    variations: options.Variations = None,
+    seed: options.Seed = 0,
+    limit: options.Limit = None,
+    device: options.Device = "auto",
+    dtype: Annotated[str, typer.Option("--dtype", help="float16 or float32, as stored.")] = "float16",
+    shard: Annotated[int | None, typer.Option("--shard", help="Images to a shard; --out is then a folder.")] = None,
+    strict: options.Strict = False,
+) -> None:
+    """Encode images once into a feature file that 'testtime replay' runs any method over.
+
+    Where every image comes with a label, or lies in a folder named after a class, replays are scored with these.
+    """
+    from testtime import registry
+    from testtime.encoding import encode as encoding
+    from testtime.files import check_folder, check_place, locked
+    from testtime.files.outputs import distinct, read_files
+    from testtime.machine.devices import find_device
+    from testtime.types import ViewPlan
+
+    data, names, labels = options.source_of(images, root, classes, classes_file)
+    order = options.ordered(len(data), False, seed, limit)
+    paths = [data.paths[i] for i in order]
+    distinct({"--out": output}, read_files(images, data.paths, encoder, classes_file, descriptions, prompts))
+    if dtype not in encoding.DTYPES:
+        raise registry.unknown("dtype", dtype, encoding.DTYPES)
+    if shard is not None and shard < 1:
+        raise InputError(f"--shard {shard}: at least one image to a shard.")
+    source, count = options.variations_of(variations, views, paths, find_device(device))
+    plan = ViewPlan(count, augmix, seed, source)
+    check_place(output) if shard is None else check_folder(output)
+    context.with_resource(locked(output))
+    loaded = options.encoder_of(encoder, device)
+    task = options.task_of(loaded, names, template, descriptions, prompts)
+    skipped: list[str] = []
+
+    def skip(line: str) -> None:
+        skipped.append(line)
+        err.print(f"[yellow]skipped[/] {escape(line)}", soft_wrap=True)
+
+    def stopped() -> str:
+        if shard is None:
+            return (
+                f"Interrupted; nothing is kept. With --shard {SHARD}, what was done up to the last {SHARD} images is."
+            )
+        return f"Interrupted. Finished shards are kept in {output}; the same command goes on after them."
+
+    with told(stopped), progress("images", len(paths)) as advance:
+        done = encoding.encode(
+            loaded, task, paths, output, plan,
+            labels=[labels[i] for i in order], dtype=encoding.DTYPES[dtype], shard=shard, resume=True, dataset=images,
+            on_skip=None if strict else skip, progress=advance, report=note,
+        )  # fmt: skip
+    note(f"{counted(done, 'image')} x {counted(plan.total, 'view')} in {output}, {len(skipped)} skipped.")
