@@ -65,7 +65,7 @@ class Encoded:
     """One image of a stream: its features, or why there are none."""
 
     index: int  # its place in the input
-    source: Source
+    source: Any  # as it was given
     features: Tensor | None  # (V, D) unit rows
     error: InputError | None = None
 
