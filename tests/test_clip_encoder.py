@@ -22,7 +22,7 @@ from torch.nn.functional import normalize
 from testtime import InputError, MissingPart, SettingError, UnknownName, load_encoder
 from testtime.checks import check_encoder
 from testtime.encoding import encoders as family
-from testtime.encoding.encoders import ENCODERS, Deferred, clip, needed
+from testtime.encoding.encoders import ENCODERS, Deferred, base, clip, hub, needed
 from testtime.encoding.encoders.tiny import tiny
 from testtime.types import Encoder
 
@@ -186,9 +186,9 @@ def test_config_beside_the_file_is_heard(small: str, tmp_path: Path) -> None:
 
 
 def test_model_s_usual_preprocessing_is_used_for_a_bare_file() -> None:
-    siglip = clip.make_preprocess(clip._usual_looks("ViT-B-16-SigLIP") | {"size": (224, 224)})
+    siglip = clip.make_preprocess(clip._usual_preprocess("ViT-B-16-SigLIP") | {"size": (224, 224)})
     assert (siglip.mode, siglip.mean, siglip.size) == ("squash", (0.5, 0.5, 0.5), 224)
-    assert clip.make_preprocess(clip._usual_looks("ViT-L-14") | {"size": 224}).mode == "shortest"
+    assert clip.make_preprocess(clip._usual_preprocess("ViT-L-14") | {"size": 224}).mode == "shortest"
 
 
 def test_file_of_another_architecture_names_what_does_not_fit(small: str, tmp_path: Path) -> None:
@@ -264,7 +264,7 @@ def test_unreachable_hub_is_said_soon_with_a_way_out(monkeypatch: pytest.MonkeyP
     with pytest.raises(MissingPart) as caught:
         load_encoder("open_clip:ViT-B-16/openai")
     message = str(caught.value)
-    assert time.perf_counter() - start < 2 * clip.PATIENCE
+    assert time.perf_counter() - start < 2 * hub.PATIENCE
     assert len(message.splitlines()) == 3
     for part in ("patch16_clip_224.openai", "ViT-B-16.pt", "open_clip:ViT-B-16-quickgelu/PATH", "'offline'"):
         assert part in message
@@ -273,7 +273,7 @@ def test_unreachable_hub_is_said_soon_with_a_way_out(monkeypatch: pytest.MonkeyP
 def test_cached_weights_are_used_without_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(clip, "try_to_load_from_cache", lambda *_: None)
-    monkeypatch.setattr(clip, "_answers", lambda _: pytest.fail("asked the hub"))
+    monkeypatch.setattr(hub, "answers", lambda _: pytest.fail("asked the hub"))
     cached = tmp_path / ".cache/clip/RN50.pt"
     cached.parent.mkdir(parents=True)
     cached.write_bytes(b"")
@@ -283,7 +283,7 @@ def test_cached_weights_are_used_without_the_hub(monkeypatch: pytest.MonkeyPatch
 def with_hub_tokenizer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     """The name of a small model whose tokenizer lives on the hub, as SigLIP's does, with the hub out of reach."""
     monkeypatch.setattr(clip, "try_to_load_from_cache", lambda *_: None)
-    monkeypatch.setattr(clip, "_answers", lambda _: False)
+    monkeypatch.setattr(hub, "answers", lambda _: False)
     text = dict(context_length=16, vocab_size=30522, width=32, heads=2, layers=1, hf_tokenizer_name="some/where")
     name = add_model(monkeypatch, "small", text_cfg=text)
     torch.save(clip.build(name).state_dict(), tmp_path / "mine.pt")
@@ -377,7 +377,7 @@ def test_text_features_do_not_depend_on_the_batch(monkeypatch: pytest.MonkeyPatc
     encoder = load_encoder("tiny")
     texts = [f"a photo of {i} cats." for i in range(11)]
     whole = encoder.encode_texts(texts)
-    monkeypatch.setattr(clip, "TEXT_BATCH", 4)
+    monkeypatch.setattr(base, "TEXT_BATCH", 4)
     torch.testing.assert_close(encoder.encode_texts(texts), whole)
     assert torch.equal(encoder.encode_texts(texts), encoder.encode_texts(texts))
 

@@ -289,7 +289,7 @@ UNKNOWN = {
 def test_model_with_parts_that_ours_does_not_know_keeps_its_own_tower(changes: dict) -> None:
     encoder = encoder_of(transformer(**changes))
     assert vit.from_open_clip(encoder.model.visual) is None and resnet.from_open_clip(encoder.model.visual) is None
-    assert encoder.image_tower() == encoder.model.encode_image
+    assert encoder.image_tower() == encoder.image_features
 
 
 def encoder_of(model: Any, size: int = 32, dtype: torch.dtype = torch.float32) -> OpenClip:
@@ -303,7 +303,7 @@ def test_encoder_offers_our_tower_where_it_is_faithful(model: Any, kind: type, m
     assert isinstance(encoder, DeviceEncoder) and isinstance(encoder.image_tower(), kind)
     call = kind.__call__
     monkeypatch.setattr(kind, "__call__", lambda self, pixels: call(self, pixels).roll(1, 1))
-    assert encoder.image_tower() == encoder.model.encode_image
+    assert encoder.image_tower() == encoder.image_features
 
 
 def test_products_in_8_bits_are_near_and_asked_for() -> None:
@@ -359,7 +359,7 @@ def test_tower_that_differs_fails_or_is_not_there_leaves_the_plain_one() -> None
 
 def test_picture_that_is_no_whole_number_of_patches_is_left_to_the_model() -> None:
     encoder = encoder_of(transformer(image_size=36), 36)
-    assert encoder.image_tower() == encoder.model.encode_image
+    assert encoder.image_tower() == encoder.image_features
 
 
 # Every family, as on a GPU

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from sampled import Operation
 from torch import Tensor
 
 from testtime.images import gpu_views as fast
 from testtime.images import views as plain
-from testtime.images.draw import draw
-from testtime.images.views import OPERATIONS, Operation
+from testtime.images.draw import NAMES, NOTHING, STEPS, Mixes, draw
+from testtime.images.views import OPERATIONS
 from testtime.types import InputError, Preprocess
 
 LEVEL = 1 / 255
@@ -39,6 +40,21 @@ def photo(width: int, height: int, seed: int = 0) -> Image.Image:
     return Image.fromarray((smooth + random.normal(0, 6, smooth.shape)).clip(0, 255).astype(np.uint8))
 
 
+def views(image: Image.Image, count: int, looks: Preprocess, dtype: torch.dtype = torch.float32, **plan: int) -> Tensor:
+    """The clean view and `count - 1` random ones, as `plain.views` gives them."""
+    sampled = draw(image.size, count, looks.size, **plan)
+    return fast.normalise(fast.grey_views([fast.as_picture(image)], [sampled], looks)[0], looks, dtype)
+
+
+def operate(pictures: Tensor, operations: dict[int, Operation]) -> None:
+    """Carry out one operation on each of some pictures, in place."""
+    codes, amounts = np.full((len(pictures), 1, STEPS), NOTHING), np.zeros((len(pictures), 1, STEPS))
+    for row, (name, amount) in operations.items():
+        codes[row, 0, 0], amounts[row, 0, 0] = NAMES.index(name), amount
+    chains = Mixes(codes, amounts, np.ones((len(pictures), 1)), np.zeros(len(pictures)))
+    fast.operate(pictures, fast.plan_steps([chains], pictures.shape[-1])[0][0])
+
+
 def levels(first: Tensor, second: Tensor) -> Tensor:
     """Mean absolute difference of each view, in grey levels."""
     return (first - second).abs().flatten(1).mean(1) / LEVEL
@@ -49,7 +65,7 @@ def levels(first: Tensor, second: Tensor) -> Tensor:
 def test_crops_are_pillows(extent: tuple[int, int], interpolation: str) -> None:
     image, looks = photo(*extent), raw(interpolation=interpolation)
     expected = plain.views(image, 16, looks, seed=1, index=2)
-    difference = levels(fast.views(image, 16, looks, seed=1, index=2), expected)
+    difference = levels(views(image, 16, looks, seed=1, index=2), expected)
     assert difference.max() < 0.1
 
 
@@ -60,7 +76,7 @@ def test_crops_are_pillows(extent: tuple[int, int], interpolation: str) -> None:
 def test_clean_view_is_pillows(looks: Preprocess) -> None:
     for extent in ((200, 131), (64, 300), (20, 20)):
         image = photo(*extent)
-        ours, theirs = fast.views(image, 1, looks, seed=0, index=0), plain.clean(image, looks)[None]
+        ours, theirs = views(image, 1, looks, seed=0, index=0), plain.clean(image, looks)[None]
         # for tall images Pillow resizes the columns first, and rounds in between
         assert levels(ours, theirs).max() * min(looks.std) < (0.1 if extent != (64, 300) else 0.3)
 
@@ -71,7 +87,7 @@ def test_operation_is_pillows(name: str) -> None:
         image = photo(48, 48, seed)
         expected = np.asarray(OPERATIONS[name](image, amount)).astype(float)
         pictures = fast.as_picture(image).permute(2, 0, 1)[None].repeat(3, 1, 1, 1)
-        fast.operate(pictures, {1: Operation(name, amount)})
+        operate(pictures, {1: Operation(name, amount)})
         assert np.abs(pictures[1].permute(1, 2, 0).numpy() - expected).mean() < 0.05
         untouched = fast.as_picture(image).permute(2, 0, 1)
         assert torch.equal(pictures[0], untouched) and torch.equal(pictures[2], untouched)
@@ -83,7 +99,7 @@ def test_picture_of_few_levels_keeps_pillows_tables(name: str, colours: list[int
     pixels = np.random.default_rng(0).choice(colours, (32, 32, 3)).astype(np.uint8)
     expected = np.asarray(OPERATIONS[name](Image.fromarray(pixels), 0))
     pictures = torch.from_numpy(pixels).permute(2, 0, 1)[None].clone()
-    fast.operate(pictures, {0: Operation(name, 0)})
+    operate(pictures, {0: Operation(name, 0)})
     assert np.array_equal(pictures[0].permute(1, 2, 0).numpy(), expected)
 
 
@@ -92,10 +108,10 @@ def test_all_operations_at_once_are_those_alone() -> None:
     picture = fast.as_picture(image).permute(2, 0, 1)
     chosen = {row: Operation(name, AMOUNTS.get(name, (0,))[0]) for row, name in enumerate(reversed(OPERATIONS))}
     together = picture.repeat(len(chosen), 1, 1, 1)
-    fast.operate(together, chosen)
+    operate(together, chosen)
     for row, operation in chosen.items():
         alone = picture[None].clone()
-        fast.operate(alone, {0: operation})
+        operate(alone, {0: operation})
         assert torch.equal(alone[0], together[row])
 
 
@@ -103,7 +119,7 @@ def test_augmix_views_are_pillows() -> None:
     for index, extent in enumerate([(300, 200), (120, 160)]):
         image = photo(*extent, seed=index)
         expected = plain.views(image, 40, raw(), seed=3, index=index, augmix=True)
-        difference = levels(fast.views(image, 40, raw(), seed=3, index=index, augmix=True), expected)
+        difference = levels(views(image, 40, raw(), seed=3, index=index, augmix=True), expected)
         assert difference.mean() < 0.1 and difference.max() < 1
 
 
@@ -137,12 +153,12 @@ def test_long_strip_goes_through_pillow(monkeypatch: pytest.MonkeyPatch) -> None
     assert (whole - strip).abs().mean() < 0.1
     expected = plain.views(image, 5, raw(), seed=0, index=0)
     assert torch.allclose(strip[1] / 255, expected)
-    assert fast.views(image, 5, raw(), seed=0, index=0).shape == (5, 3, 48, 48)  # with nothing else in the batch
+    assert views(image, 5, raw(), seed=0, index=0).shape == (5, 3, 48, 48)  # with nothing else in the batch
 
 
 def test_pixels_come_in_the_models_dtype_and_normalised() -> None:
     image, looks = photo(60, 50), Preprocess(size=32, resize=32)
-    ours = fast.views(image, 3, looks, seed=0, index=0, dtype=torch.bfloat16)
+    ours = views(image, 3, looks, seed=0, index=0, dtype=torch.bfloat16)
     theirs = plain.views(image, 3, looks, seed=0, index=0)
     assert ours.dtype == torch.bfloat16
     assert torch.allclose(ours.float(), theirs, atol=0.03)

@@ -22,7 +22,7 @@ from torch.nn.functional import normalize
 
 from testtime import InputError, MissingPart, Session, build_task, load_encoder
 from testtime.checks import check_encoder
-from testtime.encoding.encoders import clip, hf, hub
+from testtime.encoding.encoders import base, clip, hf, hub
 from testtime.images.views import clean
 from testtime.text.contexts import build_context
 from testtime.text.coop import CoOpSettings, train
@@ -413,7 +413,7 @@ def test_lower_precision_gives_float32_unit_rows(family: tuple[str, Path], dtype
 def test_text_features_do_not_depend_on_the_batch(family: tuple[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     encoder = load_encoder(f"hf:{family[1]}")
     whole = encoder.encode_texts(TEXTS)
-    monkeypatch.setattr(hf, "TEXT_BATCH", 1)
+    monkeypatch.setattr(base, "TEXT_BATCH", 1)
     torch.testing.assert_close(encoder.encode_texts(TEXTS), whole)
 
 
@@ -690,7 +690,7 @@ def test_unreachable_hub_is_said_soon_with_a_way_out(monkeypatch: pytest.MonkeyP
 def test_cached_repository_is_used_without_the_hub(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(hf, "answers", lambda _: pytest.fail("asked the hub"))
+    monkeypatch.setattr(hub, "answers", lambda _: pytest.fail("asked the hub"))
     monkeypatch.setattr(hf, "try_to_load_from_cache", lambda _, file: str(folders["clip"] / file))
     encoder = load_encoder("hf:some/where")
     assert encoder.name == "hf:some/where" and encoder.dim == 12
@@ -707,7 +707,7 @@ def test_download_takes_safetensors_and_pickles_only_without_them(
         return str(folders["clip"] if repository == "safe/one" else tmp_path)
 
     monkeypatch.setattr(hf, "try_to_load_from_cache", lambda *_: None)
-    monkeypatch.setattr(hf, "answers", lambda _: True)
+    monkeypatch.setattr(hub, "answers", lambda _: True)
     monkeypatch.setattr(hf, "snapshot_download", download)
     assert hf.fetch("safe/one") == folders["clip"] and len(asked) == 1 and "model*.safetensors" in asked[0]
     assert hf.fetch("old/one") == tmp_path and asked[-1] == ["pytorch_model*.bin"]
@@ -719,7 +719,7 @@ def test_failed_download_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError("404: no such repository\nand more")
 
     monkeypatch.setattr(hf, "try_to_load_from_cache", lambda *_: None)
-    monkeypatch.setattr(hf, "answers", lambda _: True)
+    monkeypatch.setattr(hub, "answers", lambda _: True)
     monkeypatch.setattr(hf, "snapshot_download", download)
     with pytest.raises(MissingPart, match=r"download failed \(404: no such repository\)"):
         load_encoder("hf:some/where")

@@ -138,13 +138,13 @@ def test_one_limit_holds_for_files_pillow_images_and_pixels(way: Any, monkeypatc
             call()
 
 
-class Counted(streams.Room):
-    """A room that knows how full it was, and with what."""
+class Counted(streams.MemoryBudget):
+    """A memory budget that knows how much of it was taken, and by what."""
 
     def __init__(self, total: int) -> None:
         super().__init__(total)
         self.most = self.largest = 0
-        rooms.append(self)
+        budgets.append(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "taken" and "most" in vars(self):
@@ -153,7 +153,7 @@ class Counted(streams.Room):
         super().__setattr__(name, value)
 
 
-rooms: list[Counted] = []
+budgets: list[Counted] = []
 
 
 @pytest.mark.parametrize("fits", [0, 1, 3])
@@ -161,26 +161,26 @@ def test_images_in_work_take_no_more_than_there_is_room_for(
     way: Any, paths: list[Path], fits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = list(way(TINY, paths, ViewPlan(5)))
-    rooms.clear()
+    budgets.clear()
     monkeypatch.setattr(streams, "DECODED", fits * 60 * 30 * images.PIXEL)
     monkeypatch.setattr(streams, "A_THREAD", 0)
     monkeypatch.setattr(streams, "PINNED", 50 * 30 * 3 * (fits - 1))  # some, all or none are drawn at once
-    monkeypatch.setattr(streams, "Room", Counted)
+    monkeypatch.setattr(streams, "MemoryBudget", Counted)
     found = list(way(TINY, paths, ViewPlan(5)))
     assert [entry.index for entry in found] == list(range(20))
     assert all(torch.equal(one.features, other.features) for one, other in zip(found, expected, strict=True))
-    (room,) = rooms
-    assert 0 < room.most <= room.total + room.largest and room.taken == 0
+    (budget,) = budgets
+    assert 0 < budget.most <= budget.total + budget.largest and budget.taken == 0
     if way is by_threads:
-        assert room.most <= max(room.total, room.largest)
+        assert budget.most <= max(budget.total, budget.largest)
 
 
 def test_images_of_ordinary_size_never_wait(way: Any, paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    def fits(self: streams.Room, size: int) -> bool:
+    def fits(self: streams.MemoryBudget, size: int) -> bool:
         assert self.taken + size <= self.total
         return True
 
-    monkeypatch.setattr(streams.Room, "_fits", fits)
+    monkeypatch.setattr(streams.MemoryBudget, "_fits", fits)
     assert all(entry.error is None for entry in way(TINY, paths, ViewPlan(3)))
     assert streams.A_THREAD // images.PIXEL > 22_000_000
 

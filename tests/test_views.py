@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from sampled import ViewParameters, entries
 from torchvision import transforms
 from torchvision.transforms import functional
 
-from testtime.images.views import OPERATIONS, _affine, _augmix, _crop, _unit, clean, sample_views, views
+from testtime.images.draw import NAMES, draw
+from testtime.images.views import OPERATIONS, _affine, _augmix, _crop, _unit, clean, views
 from testtime.types import InputError, Preprocess
 
 DATA = Path(__file__).parents[2] / "shared" / "data"
@@ -25,6 +29,11 @@ def photo(width: int, height: int, seed: int = 0) -> Image.Image:
     noise = np.random.default_rng(seed).integers(0, 256, (height, width, 3))
     slope = np.linspace(0, 255, width)[None, :, None] * np.ones((height, 1, 3))
     return Image.fromarray(((noise + 2 * slope) / 3).astype(np.uint8))
+
+
+def sample_views(extent: tuple[int, int], count: int, size: int, **options: Any) -> list[ViewParameters]:
+    """What `views` will do for an image of `extent`: count - 1 entries, for rows 1 and on."""
+    return entries(draw(extent, count, size, **options))
 
 
 def torchvision_clean(image: Image.Image, preprocess: Preprocess) -> torch.Tensor:
@@ -236,8 +245,8 @@ def test_augmix_equals_mixing_normalised_tensors() -> None:
 
 def test_augmix_that_keeps_everything_is_the_crop() -> None:
     view = photo(32, 32)
-    plan = sample_views((60, 45), 2, 32, seed=0, index=0, augmix=True)[0].augmix
-    assert torch.equal(_augmix(view, plan._replace(keep=1.0)), _unit(view))
+    mixes = replace(draw((60, 45), 2, 32, seed=0, index=0, augmix=True).mixes, keep=np.ones(1))
+    assert torch.equal(_augmix(view, mixes, 0), _unit(view))
 
 
 def test_operations_move_the_picture_and_fill_with_black() -> None:
@@ -255,7 +264,7 @@ def test_operations_move_the_picture_and_fill_with_black() -> None:
             assert np.array_equal(np.array(moved), np.array(_affine(photo(8, 8), matrix)))
     assert np.array_equal(np.array(OPERATIONS["posterize"](photo(8, 8), 4)), np.array(photo(8, 8)) & 0xF0)
     assert (np.array(OPERATIONS["solarize"](white, 250)) == 0).all()
-    assert len(OPERATIONS) == 9
+    assert tuple(OPERATIONS) == NAMES and len(NAMES) == 9
 
 
 @pytest.mark.parametrize("augmix", [False, True])

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from testtime.files.regular import read_bytes
+from testtime.files import read_bytes
 from testtime.images.reading import IMAGE_SUFFIXES, class_numbers, labels_from_folders
 from testtime.registry import folded_name
 from testtime.types import InputError, StoredImage

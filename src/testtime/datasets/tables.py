@@ -11,8 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from testtime.datasets.dataset import Dataset, content, number_labels
 from testtime.datasets.own import LABEL_COLUMNS, part_names
-from testtime.files import parse_json
-from testtime.files.regular import read_bytes
+from testtime.files import parse_json, read_bytes
 from testtime.types import ImageError, InputError, MissingPart
 
 T = TypeVar("T")

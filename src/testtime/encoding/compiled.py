@@ -63,8 +63,8 @@ class Compiled:
         self._graphs = encoder.device.type == "cuda" if graphs is None else graphs
         with torch.inference_mode(False), torch.no_grad():
             self._tower = encoder.image_tower()
-            looks = encoder.preprocess
-            mean, std = (torch.tensor(x, device=encoder.device)[:, None, None] for x in (looks.mean, looks.std))
+            both = encoder.preprocess.mean, encoder.preprocess.std
+            mean, std = (torch.tensor(three, device=encoder.device)[:, None, None] for three in both)
             self._gain, self._shift = 1 / (255 * std), -mean / std
         self._block: Block | None = None
         self._turn = threading.Lock()
@@ -85,8 +85,7 @@ class Compiled:
                 # outside `except`, where the traceback holds the memory
                 self._block, before, self.rows = None, self.rows, self.rows // 2
                 warn_once(f"Memory ran out at {before} views at a time; going on with {self.rows}.")
-                if torch.cuda.is_available():
-                    torch.cuda.empty_cache()
+                torch.cuda.empty_cache()  # nothing where there is no GPU
             return torch.cat(parts) if parts else torch.zeros(0, self.encoder.dim, device=self.encoder.device)
 
     def _launch(self, grey: Tensor) -> Tensor:

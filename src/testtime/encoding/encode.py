@@ -59,14 +59,14 @@ def encode(
         raise InputError(f"shard={shard}: at least one image to a shard.")
     out, size = Path(out), shard or len(paths)
     known = torch.tensor(labels) if labels is not None and None not in labels else None
-    facts = made_with(encoder, plan, dtype, dataset)
+    made = made_with(encoder, plan, dtype, dataset)
     parts = [range(begin, min(begin + size, len(paths))) for begin in range(0, len(paths), size)]
     places = [out if shard is None else out / _name(paths, part) for part in parts]
     contents = [_content(paths, part, plan) for part in parts]  # before an image is read: it may be replaced meanwhile
     done: list[_Done | None] = [None] * len(parts)
     if resume and shard:
         for number, (place, part) in enumerate(zip(places, parts, strict=True)):
-            done[number] = _done(place, facts, contents[number], part, plan.total, task, known, retext, report)
+            done[number] = _done(place, made, contents[number], part, plan.total, task, known, retext, report)
     counts = [0 if shown is None else len(shown.kept) for shown in done]
 
     def write(number: int, kept: Sequence[int], features: Tensor) -> None:
@@ -79,7 +79,7 @@ def encode(
             labels=None if known is None else known[rows],
             classnames=task.classnames,
             scale=task.scale,
-            metadata=facts | {"content": contents[number], "images": images, "positions": positions},
+            metadata=made | {"content": contents[number], "images": images, "positions": positions},
         )
 
     for number, shown in enumerate(done):
@@ -119,7 +119,7 @@ def encode(
 
 def made_with(encoder: Encoder, plan: ViewPlan, dtype: torch.dtype, dataset: str) -> dict[str, str]:
     """What features depend on besides the images, as their file says it."""
-    facts = {
+    metadata = {
         "encoder": encoder.name,
         "weights": weights(encoder),
         "dataset": dataset,
@@ -129,7 +129,7 @@ def made_with(encoder: Encoder, plan: ViewPlan, dtype: torch.dtype, dataset: str
         "recipe": str(RECIPE),
     } | plan.facts()
     # a name given by a file that is no UTF-8 is written as it is shown
-    return {key: value.encode(errors="backslashreplace").decode() for key, value in facts.items()}
+    return {key: value.encode(errors="backslashreplace").decode() for key, value in metadata.items()}
 
 
 def _name(paths: Sequence[StoredImage], part: range) -> str:
@@ -151,7 +151,7 @@ def _content(paths: Sequence[StoredImage], part: range, plan: ViewPlan) -> str:
 
 def _done(
     path: Path,
-    facts: dict[str, str],
+    made: dict[str, str],
     content: str,
     part: range,
     views: int,
@@ -164,7 +164,7 @@ def _done(
     if not path.exists():
         return None
     store = Features(path)
-    other = [key for key, value in facts.items() if store.metadata.get(key, value) != value]
+    other = [key for key, value in made.items() if store.metadata.get(key, value) != value]
     other += ["views"] if store.views != views else []
     same_task = store.classnames == task.classnames and store.scale == task.scale
     same_task = same_task and store.text.dtype == task.text.dtype and torch.equal(store.text, task.text.cpu())
@@ -174,7 +174,7 @@ def _done(
             f"{path} was made with other settings, classes or prompts ({what}); remove it, or write elsewhere."
         )
     kept, before = store.positions, store.metadata.get("content")
-    if before != content or not facts.keys() <= store.metadata.keys() or kept is None or not set(kept) <= set(part):
+    if before != content or not made.keys() <= store.metadata.keys() or kept is None or not set(kept) <= set(part):
         if report:
             why = "does not say what it was made from" if before is None else "holds images that have changed"
             report(f"{path} {why}; they are encoded again")

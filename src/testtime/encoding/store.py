@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from testtime import files
@@ -27,6 +27,7 @@ FORMAT = "testtime.features"
 VERSION = "1"
 INDEX = "index.json"
 WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)  # what labels may be
+T = TypeVar("T")
 
 
 def save_features(
@@ -46,9 +47,8 @@ def save_features(
     tensors = {"views": views, "text": text}
     if labels is not None:
         tensors["labels"] = _labels(labels, len(views), len(text), path)
-    facts = {"classnames": json.dumps(names), "scale": repr(float(scale)), "version": VERSION}
-    facts |= dict(metadata or {})
-    return files.write_tensors(path, tensors, facts)
+    described = {"classnames": json.dumps(names), "scale": repr(float(scale)), "version": VERSION}
+    return files.write_tensors(path, tensors, described | dict(metadata or {}))
 
 
 def write_index(folder: str | Path, shards: Sequence[str]) -> Path:
@@ -72,16 +72,16 @@ class Features:
         self.path = Path(path)
         self.files = _shard_paths(self.path)
         self._shards = [files.open_tensors(shard, FeatureError) for shard in self.files]
-        self._facts: list[dict[str, str]] = [dict(shard.metadata() or {}) for shard in self._shards]
-        for shard, facts in zip(self.files, self._facts, strict=True):
-            _check_version(shard, facts)
+        self._metadata: list[dict[str, str]] = [dict(shard.metadata() or {}) for shard in self._shards]
+        for file, metadata in zip(self.files, self._metadata, strict=True):
+            _check_version(file, metadata)
         shapes = [_shape(shard, self.path) for shard in self._shards]
         self._rows = [files.Rows(shard, "views", FeatureError) for shard in self.files]
         if len({shape[1:] for shape in shapes}) > 1:
             raise FeatureError(f"{self.path}: shards differ in views or dimension: {sorted(set(shapes))}.")
         self._ends = list(accumulate(shape[0] for shape in shapes))
         _, self.views, self.dim = shapes[0]
-        self.metadata = self._facts[0]
+        self.metadata = self._metadata[0]
         self.text = self._tensor(self._shards[0], "text")
         self._check_text()
         self.classnames = self._read_classnames()
@@ -158,7 +158,7 @@ class Features:
             if other.dtype != self.text.dtype or not torch.equal(other, self.text):
                 raise FeatureError(f"{self.path}: shard {number} has other text prototypes than shard 0.")
 
-    def _tensor(self, shard: Any, name: str) -> Tensor:
+    def _tensor(self, shard: safe_open, name: str) -> Tensor:
         """A tensor of a shard, whole."""
         try:
             return shard.get_tensor(name)
@@ -169,7 +169,7 @@ class Features:
         stored = self.metadata.get("classnames")
         if stored is None:
             return tuple(map(str, range(len(self.text))))
-        names = _json_list(stored, (str, int, float))
+        names = _json_list(stored, str, int, float)
         if names is None or not _shown(names):
             raise FeatureError(f"{self.path}: metadata 'classnames' is not a JSON list of names: {stored[:60]!r}.")
         if len(names) != len(self.text):
@@ -197,13 +197,13 @@ class Features:
         pairs = zip(self._shards, counts, strict=True)
         return torch.cat([_labels(self._tensor(s, "labels"), n, len(self.text), self.path) for s, n in pairs])
 
-    def _read_each(self, key: str, kind: type, what: str) -> tuple[Any, ...] | None:
+    def _read_each(self, key: str, kind: type[T], what: str) -> tuple[T, ...] | None:
         """What the metadata say of each image under a key, in order; None where a shard does not."""
-        found: list[Any] = []
-        for rows, facts in zip(self._rows, self._facts, strict=True):
-            if key not in facts:
+        found: list[T] = []
+        for rows, metadata in zip(self._rows, self._metadata, strict=True):
+            if key not in metadata:
                 return None
-            values = _json_list(facts[key], (kind,))
+            values = _json_list(metadata[key], kind)
             if values is not None and kind is str and not all(map(_is_name, values)):
                 values = None
             if values is None or len(values) != rows.shape[0]:
@@ -243,16 +243,16 @@ def _shard_paths(path: Path) -> list[Path]:
     return paths
 
 
-def _check_version(path: Path, facts: Mapping[str, Any]) -> None:
+def _check_version(path: Path, metadata: Mapping[str, object]) -> None:
     """Refuse what another version of testtime wrote; a file made elsewhere says nothing."""
-    if (found := facts.get("version", VERSION)) != VERSION:
+    if (found := metadata.get("version", VERSION)) != VERSION:
         raise FeatureError(
             f"{path} has format version {str(found)[:40]!r}, this program reads {VERSION}. "
             "Use the version of testtime that wrote it, or encode again."
         )
 
 
-def _json_list(text: str, kinds: tuple[type, ...]) -> list[Any] | None:
+def _json_list(text: str, *kinds: type[T]) -> list[T] | None:
     """A list of values of these kinds in JSON; None where it is anything else."""
     try:
         values = files.parse_json(text, "", FeatureError, list)
@@ -261,7 +261,7 @@ def _json_list(text: str, kinds: tuple[type, ...]) -> list[Any] | None:
     return values if all(isinstance(value, kinds) and not isinstance(value, bool) for value in values) else None
 
 
-def _shown(names: Sequence[Any]) -> bool:
+def _shown(names: Sequence[object]) -> bool:
     """Whether names can be written: none of them holds half of a character, as JSON can."""
     try:
         "".join(map(str, names)).encode()
@@ -278,7 +278,7 @@ def _is_name(name: object) -> bool:
         return False
 
 
-def _shape(shard: Any, path: Path) -> tuple[int, int, int]:
+def _shape(shard: safe_open, path: Path) -> tuple[int, int, int]:
     names = set(shard.keys())
     if missing := {"views", "text"} - names:
         raise FeatureError(

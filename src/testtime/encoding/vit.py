@@ -21,36 +21,27 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class Norm(NamedTuple):
-    weight: Tensor
-    bias: Tensor
-    eps: float
-
-
 class Block(NamedTuple):
-    """One residual block: weights (out, in) as `nn.Linear` has them."""
+    """One residual block of width W; weights are (out, in)."""
 
-    norm1: Norm
+    norm1: nn.LayerNorm
     qkv: Tensor  # (3W, W)
     qkv_bias: Tensor
-    out: Tensor  # (W, W)
-    out_bias: Tensor
-    norm2: Norm
-    up: Tensor  # (4W, W)
-    up_bias: Tensor
-    down: Tensor  # (W, 4W)
-    down_bias: Tensor
+    out: nn.Linear
+    norm2: nn.LayerNorm
+    up: nn.Linear
+    down: nn.Linear
 
 
 class Weights(NamedTuple):
     """A vision transformer whose feature is its class token's, projected."""
 
     patch: Tensor  # (W, 3, P, P)
-    start: Tensor  # (W,), the class token
-    places: Tensor  # (T, W)
-    before: Norm
+    class_token: Tensor  # (W,)
+    positions: Tensor  # (T, W)
+    before: nn.LayerNorm
     blocks: tuple[Block, ...]
-    after: Norm
+    after: nn.LayerNorm
     project: Tensor  # (W, D)
     heads: int
     quick: bool  # QuickGELU
@@ -72,7 +63,7 @@ class Tower:
         offset = weights.patch.new_zeros(width)
         self.offsets = [offset]
         for block in weights.blocks:
-            self.offsets += [offset := offset + block.out_bias, offset := offset + block.down_bias]
+            self.offsets += [offset := offset + block.out.bias, offset := offset + block.down.bias]
 
     def __call__(self, pixels: Tensor) -> Tensor:
         weights, count = self.weights, len(pixels)
@@ -85,7 +76,7 @@ class Tower:
             y = self._qkv(x, next(offsets), block)
             q, k, v = y.view(count, tokens, 3, weights.heads, -1).permute(2, 0, 3, 1, 4)
             y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(-1, width)
-            x.addmm_(y, block.out.T)
+            x.addmm_(y, block.out.weight.T)
             x = self._mlp(x, next(offsets), block)
         y = self._norm(x, next(offsets), last.norm1)
         first = y.view(count, tokens, width)[:, 0]
@@ -93,33 +84,33 @@ class Tower:
         kv = F.linear(y, last.qkv[width:], last.qkv_bias[width:]).view(count, tokens, 2, weights.heads, -1)
         k, v = kv.permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(-1, width)
-        x = torch.addmm(x.view(count, tokens, width)[:, 0], y, last.out.T)  # of the class tokens alone
+        x = torch.addmm(x.view(count, tokens, width)[:, 0], y, last.out.weight.T)  # of the class tokens alone
         x = self._mlp(x, next(offsets), last)
         return self._norm(x, next(offsets), weights.after) @ weights.project
 
     def _embedded(self, pixels: Tensor) -> Tensor:
-        """Tokens (B, T, W) of pixels: patches by one product, with their places, normalised."""
+        """Tokens (B, T, W) of pixels: patches by one product, with their positions, normalised."""
         weights, side = self.weights, self.weights.patch.shape[-1]
         count, colours, height, width = pixels.shape
         patches = pixels.view(count, colours, height // side, side, width // side, side).permute(0, 2, 4, 1, 3, 5)
-        tokens = pixels.new_empty(count, len(weights.places), len(self.patch))
-        tokens[:, 0] = weights.start + weights.places[0]
+        tokens = pixels.new_empty(count, len(weights.positions), len(self.patch))
+        tokens[:, 0] = weights.class_token + weights.positions[0]
         products = F.linear(patches.reshape(-1, self.patch.shape[1]), self.patch)
-        torch.add(products.view(count, -1, len(self.patch)), weights.places[1:], out=tokens[:, 1:])
+        torch.add(products.view(count, -1, len(self.patch)), weights.positions[1:], out=tokens[:, 1:])
         return self._norm(tokens.flatten(0, 1), self.offsets[0], weights.before).view_as(tokens)
 
     def _qkv(self, x: Tensor, offset: Tensor, block: Block) -> Tensor:
         return F.linear(self._norm(x, offset, block.norm1), block.qkv, block.qkv_bias)
 
     def _mlp(self, x: Tensor, offset: Tensor, block: Block) -> Tensor:
-        y = F.linear(self._norm(x, offset, block.norm2), block.up, block.up_bias)
-        return x.addmm_(self._activate(y), block.down.T)
+        y = F.linear(self._norm(x, offset, block.norm2), block.up.weight, block.up.bias)
+        return x.addmm_(self._activate(y), block.down.weight.T)
 
-    def _norm(self, x: Tensor, offset: Tensor, norm: Norm) -> Tensor:
+    def _norm(self, x: Tensor, offset: Tensor, norm: nn.LayerNorm) -> Tensor:
         if self.kernels is None:
             return F.layer_norm(x + offset, x.shape[1:], norm.weight, norm.bias, norm.eps)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        self.kernels.normalise(x, offset, norm.weight, norm.bias, norm.eps, out)
+        self.kernels.normalise(x, offset, norm, out)
         return out
 
     def _activate(self, x: Tensor) -> Tensor:
@@ -137,8 +128,10 @@ class Float8(Tower):
 
     def __init__(self, weights: Weights) -> None:
         super().__init__(weights)
-        parts = ((block.qkv, block.up, block.down) for block in weights.blocks[:-1])
-        self.small = {id(block): tuple(map(rows8, part)) for block, part in zip(weights.blocks, parts, strict=False)}
+        self.small = {
+            id(block): tuple(map(rows8, (block.qkv, block.up.weight, block.down.weight)))
+            for block in weights.blocks[:-1]
+        }
 
     def _qkv(self, x: Tensor, offset: Tensor, block: Block) -> Tensor:
         return product(*self._norm8(x, offset, block.norm1), *self.small[id(block)][0], block.qkv_bias)
@@ -147,25 +140,26 @@ class Float8(Tower):
         if id(block) not in self.small:
             return super()._mlp(x, offset, block)
         _, up, down = self.small[id(block)]
-        y = product(*self._norm8(x, offset, block.norm2), *up, block.up_bias)
+        y = product(*self._norm8(x, offset, block.norm2), *up, block.up.bias)
         return x.add_(product(*self._activate8(y), *down))
 
-    def _norm8(self, x: Tensor, offset: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+    def _norm8(self, x: Tensor, offset: Tensor, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
         if self.kernels is None:
             return rows8(self._norm(x, offset, norm))
-        values, scales = space8(x)
-        self.kernels.normalise(x, offset, norm.weight, norm.bias, norm.eps, values, scales)
-        return values, scales
+        out = space8(x)
+        self.kernels.normalise(x, offset, norm, *out)
+        return out
 
     def _activate8(self, x: Tensor) -> tuple[Tensor, Tensor]:
         if self.kernels is None:
             return rows8(self._activate(x))
-        values, scales = space8(x)
-        self.kernels.activate(x, self.weights.quick, values, scales)
-        return values, scales
+        out = space8(x)
+        self.kernels.activate(x, self.weights.quick, *out)
+        return out
 
 
 def space8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory for what `rows8` gives of x (N, W)."""
     return torch.empty_like(x, dtype=torch.float8_e4m3fn), x.new_empty(len(x), 1, dtype=torch.float32)
 
 
@@ -199,32 +193,25 @@ def from_open_clip(visual: Any, kind: type[Tower] = Tower) -> Tower | None:
     if not plain or blocks is None or not all(_is_plain(block) for block in blocks):
         return None
     dtype = visual.conv1.weight.dtype
-    weights = Weights(
-        visual.conv1.weight,
-        visual.class_embedding.to(dtype),
-        visual.positional_embedding.to(dtype),
-        _norm(visual.ln_pre),
-        tuple(
-            Block(
-                _norm(block.ln_1),
-                block.attn.in_proj_weight,
-                block.attn.in_proj_bias,
-                block.attn.out_proj.weight,
-                block.attn.out_proj.bias,
-                _norm(block.ln_2),
-                block.mlp.c_fc.weight,
-                block.mlp.c_fc.bias,
-                block.mlp.c_proj.weight,
-                block.mlp.c_proj.bias,
-            )
-            for block in blocks
-        ),
-        _norm(visual.ln_post),
-        visual.proj.to(dtype),
-        blocks[0].attn.num_heads,
-        type(blocks[0].mlp.gelu).__name__ == "QuickGELU",
+
+    def made(block: Any) -> Block:
+        attention, mlp = block.attn, block.mlp
+        qkv = attention.in_proj_weight, attention.in_proj_bias
+        return Block(block.ln_1, *qkv, attention.out_proj, block.ln_2, mlp.c_fc, mlp.c_proj)
+
+    return kind(
+        Weights(
+            visual.conv1.weight,
+            visual.class_embedding.to(dtype),
+            visual.positional_embedding.to(dtype),
+            visual.ln_pre,
+            tuple(map(made, blocks)),
+            visual.ln_post,
+            visual.proj.to(dtype),
+            blocks[0].attn.num_heads,
+            type(blocks[0].mlp.gelu).__name__ == "QuickGELU",
+        )
     )
-    return kind(weights)
 
 
 def _is_plain(block: Any) -> bool:
@@ -247,39 +234,24 @@ def from_transformers(model: Any, kind: type[Tower] = Tower) -> Tower | None:
     activation = model.config.vision_config.hidden_act
     if activation not in ("quick_gelu", "gelu"):
         return None
-    embedded, layers = vision.embeddings, vision.encoder.layers
+    embedded = vision.embeddings
 
-    def joined(layer: Any, part: str) -> Tensor:
-        attention = layer.self_attn
-        return torch.cat([getattr(getattr(attention, f"{name}_proj"), part) for name in "qkv"])
+    def made(layer: Any) -> Block:
+        attention, mlp = layer.self_attn, layer.mlp
+        parts = attention.q_proj, attention.k_proj, attention.v_proj
+        qkv, bias = torch.cat([part.weight for part in parts]), torch.cat([part.bias for part in parts])
+        return Block(layer.layer_norm1, qkv, bias, attention.out_proj, layer.layer_norm2, mlp.fc1, mlp.fc2)
 
-    weights = Weights(
-        embedded.patch_embedding.weight,
-        embedded.class_embedding,
-        embedded.position_embedding.weight,
-        _norm(vision.pre_layrnorm),
-        tuple(
-            Block(
-                _norm(layer.layer_norm1),
-                joined(layer, "weight"),
-                joined(layer, "bias"),
-                layer.self_attn.out_proj.weight,
-                layer.self_attn.out_proj.bias,
-                _norm(layer.layer_norm2),
-                layer.mlp.fc1.weight,
-                layer.mlp.fc1.bias,
-                layer.mlp.fc2.weight,
-                layer.mlp.fc2.bias,
-            )
-            for layer in layers
-        ),
-        _norm(vision.post_layernorm),
-        model.visual_projection.weight.T.contiguous(),
-        model.config.vision_config.num_attention_heads,
-        activation == "quick_gelu",
+    return kind(
+        Weights(
+            embedded.patch_embedding.weight,
+            embedded.class_embedding,
+            embedded.position_embedding.weight,
+            vision.pre_layrnorm,
+            tuple(map(made, vision.encoder.layers)),
+            vision.post_layernorm,
+            model.visual_projection.weight.T.contiguous(),
+            model.config.vision_config.num_attention_heads,
+            activation == "quick_gelu",
+        )
     )
-    return kind(weights)
-
-
-def _norm(layer: Any) -> Norm:
-    return Norm(layer.weight, layer.bias, layer.eps)

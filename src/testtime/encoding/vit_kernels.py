@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Tensor, nn
 
 LARGEST = tl.constexpr(448.0)  # of float8_e4m3fn
 
@@ -50,14 +50,11 @@ def _activate(x, out, scales, width, QUICK: tl.constexpr, WIDTH: tl.constexpr, S
     _write(value, row, column, inside, width, out, scales, SMALL)
 
 
-def normalise(
-    x: Tensor, offset: Tensor, weight: Tensor, bias: Tensor, eps: float, out: Tensor, scales: Tensor | None = None
-) -> None:
+def normalise(x: Tensor, offset: Tensor, norm: nn.LayerNorm, out: Tensor, scales: Tensor | None = None) -> None:
     """LayerNorm of the rows of x (N, W) plus an offset (W,), summed in float32; with `scales`, out in 8 bits."""
     options = {"WIDTH": triton.next_power_of_2(x.shape[1]), "SMALL": scales is not None, "num_warps": 4}
-    _layer_norm[(len(x),)](
-        x, offset, weight, bias, out, out if scales is None else scales, x.stride(0), x.shape[1], eps, **options
-    )
+    sizes = x.stride(0), x.shape[1], norm.eps
+    _layer_norm[(len(x),)](x, offset, norm.weight, norm.bias, out, out if scales is None else scales, *sizes, **options)
 
 
 def activate(x: Tensor, quick: bool, out: Tensor, scales: Tensor | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Files that are whole or not there: atomic writes, and safetensors with readable errors."""
+"""Files that are whole or not there: atomic writes, regular files read whole, safetensors with readable errors."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import json
 import math
 import os
 import secrets
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from errno import EINVAL, EISDIR
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -124,6 +126,34 @@ def _lock(path: Path, beside: Path, wait: bool) -> int:
         os.close(descriptor)  # its last holder has removed it
 
 
+class NotRegular(OSError):
+    """A pipe, a socket or a device, which would be waited for."""
+
+
+def opened(path: str | os.PathLike[str]) -> BinaryIO:
+    """A file for reading. What is no regular file is an OSError at once; so is a folder."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    kind = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(kind):
+        return open(descriptor, "rb")
+    os.close(descriptor)
+    if stat.S_ISDIR(kind):
+        raise IsADirectoryError(EISDIR, os.strerror(EISDIR), path)
+    raise NotRegular(EINVAL, "it is a pipe or a device, and not a file", path)
+
+
+def read_bytes(path: str | os.PathLike[str], piped: bool = False) -> bytes:
+    """A regular file's bytes; a path that no file can have is an OSError too.
+
+    With `piped` a pipe that a shell has opened, as for `<(sort names.txt)`, is read to its end.
+    """
+    try:
+        with open(path, "rb") if piped and os.fspath(path).startswith("/dev/fd/") else opened(path) as file:
+            return file.read()
+    except ValueError:  # a NUL, or half a character
+        raise OSError(EINVAL, "no file can be called that", path) from None
+
+
 def parse_json(text: str | bytes, what: object, error: type[InputError] = InputError, kind: type = object) -> Any:
     """JSON from somewhere else, `what` for the message: of any depth and length it is a value or an `error`."""
     try:
@@ -149,7 +179,7 @@ def _in_order(content: bytes) -> bytes:
     return len(header).to_bytes(8, "little") + header + content[begin:]
 
 
-def open_tensors(path: str | Path, error: type[InputError] = InputError) -> Any:
+def open_tensors(path: str | Path, error: type[InputError] = InputError) -> safe_open:
     """A safetensors file opened for lazy reading; what is wrong with it is said as `error`."""
     path = Path(path)
     if path.is_dir():
@@ -194,23 +224,23 @@ class Rows:
     def read(self, start: int, stop: int) -> Tensor:
         """The rows from start to stop, in memory of their own."""
         rows = torch.empty(stop - start, *self.shape[1:], dtype=self.dtype)
-        room = rows.view(torch.uint8).numpy().data.cast("B")
+        bytes_ = rows.view(torch.uint8).numpy().data.cast("B")
         done, width = 0, math.prod(self.shape[1:]) * rows.element_size()
         try:
             with open(self.path, "rb", buffering=0) as file:
                 if _identity(file.fileno()) != self._identity:
                     raise self.error(f"{self.path} has changed since it was opened. Start again.")
                 file.seek(self._begin + start * width)
-                while count := file.readinto(room[done:]):
+                while count := file.readinto(bytes_[done:]):
                     done += count
         except OSError as problem:
             raise self.error(f"Cannot read {self.path}: {problem.strerror or problem}.") from None
-        if done < len(room):
+        if done < len(bytes_):
             raise self.error(f"{self.path} is cut short. Write it again.")
         return rows
 
 
 def _identity(descriptor: int) -> tuple[int, int, int]:
     """What tells an open file from another that takes its name."""
-    facts = os.fstat(descriptor)
-    return facts.st_ino, facts.st_size, facts.st_mtime_ns
+    status = os.fstat(descriptor)
+    return status.st_ino, status.st_size, status.st_mtime_ns

@@ -55,10 +55,10 @@ def weights_of(encoder: str) -> Path | None:
 def stamp(file: str | Path) -> str:
     """A file's size and time of change, in words that are other once it is."""
     try:
-        facts = os.stat(file)
+        status = os.stat(file)
     except (OSError, ValueError):
         return "missing"
-    return f"{facts.st_size} {facts.st_mtime_ns}"
+    return f"{status.st_size} {status.st_mtime_ns}"
 
 
 def digest(parts: Iterable[str | bytes]) -> str:

@@ -43,12 +43,12 @@ def distinct(
 def _place(path: Path) -> object:
     """What two names of one file or folder share, whether it is there or not; None for a device or a pipe."""
     try:
-        facts = os.stat(path)
+        status = os.stat(path)
     except (OSError, ValueError):
         return os.path.realpath(path)
-    if not (stat.S_ISREG(facts.st_mode) or stat.S_ISDIR(facts.st_mode)):
+    if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
         return None
-    return facts.st_dev, facts.st_ino
+    return status.st_dev, status.st_ino
 
 
 def read_files(

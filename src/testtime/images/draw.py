@@ -1,8 +1,8 @@
-"""What is random about the views of an image, drawn for all of them at once.
+"""What is random about the views of an image, drawn for all of them at once as plain data.
 
-The same numbers as `testtime.images.views.sample_views`, the plain twin, bit for bit: a view has random numbers of its
-own, of which more are drawn here than it may need. Exponentials and logarithms are those of `math`, since numpy's
-may differ in the last bit from machine to machine.
+Crops are those of torchvision's RandomResizedCrop and RandomHorizontalFlip. AugMix (Hendrycks et al., ICLR 2020) is as
+TPT and its descendants use it: severity 1. A view has random numbers of its own, of which more are drawn than it may
+need. Exponentials and logarithms are those of `math`, since numpy's may differ in the last bit from machine to machine.
 """
 
 from __future__ import annotations
@@ -12,20 +12,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from testtime.images.views import (
-    CHAINS,
-    OPERATIONS,
-    RATIO,
-    TRIES,
-    AugMixParameters,
-    CropParameters,
-    Operation,
-    ViewParameters,
-    check_draw,
-)
+from testtime.types import InputError
 
+RATIO = (3 / 4, 4 / 3)  # width over height of a random crop
+TRIES = 10  # draws of a crop before the centre is taken instead
+CHAINS = 3  # that AugMix mixes
 STEPS = 3  # the most operations of a chain
-NAMES = tuple(OPERATIONS)
+NAMES = (
+    "autocontrast", "equalize", "posterize", "rotate", "solarize", "shear_x", "shear_y", "translate_x", "translate_y",
+)  # fmt: skip
 NOTHING = -1  # where a chain has ended
 BLOCK = 4  # numbers that a count of the generator gives
 CROP = 24  # numbers that a crop may need, in whole blocks
@@ -36,11 +31,11 @@ Array = np.ndarray
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mixes:
-    """AugMix of n views, as arrays."""
+    """AugMix of n views: each becomes `keep * view + (1 - keep) * sum(weight * chain(view))`."""
 
     operations: Array  # (n, CHAINS, STEPS) places in `NAMES`, or NOTHING
-    amounts: Array  # (n, CHAINS, STEPS)
-    weights: Array  # (n, CHAINS)
+    amounts: Array  # (n, CHAINS, STEPS) bits, degrees, a threshold, a slope or pixels, by name; maybe signed
+    weights: Array  # (n, CHAINS), summing to 1
     keep: Array  # (n,)
 
 
@@ -48,7 +43,7 @@ class Mixes:
 class Drawn:
     """All that is random about n views, as arrays."""
 
-    crops: Array  # (n, 5) whole numbers: top, left, height, width, flip
+    crops: Array  # (n, 5) whole numbers: top, left, height and width in pixels, and whether it is mirrored
     mixes: Mixes | None
 
     def __len__(self) -> int:
@@ -66,27 +61,21 @@ def draw(
     scale: tuple[float, float] = (0.08, 1.0),
 ) -> Drawn:
     """What `views` will do for an image of `extent` (width, height): count - 1 rows, for views 1 and on."""
-    check_draw(count, seed, index, scale)
+    _check(count, seed, index, scale)
     numbers = _numbers(count - 1, BOTH if augmix else CROP, seed, index)
     crops, used = _crops(extent, numbers, scale)
     return Drawn(crops, _mixes(size, numbers, used) if augmix else None)
 
 
-def entries(drawn: Drawn) -> list[ViewParameters]:
-    """The same draw, as `sample_views` gives it."""
-    crops = [CropParameters(top, left, h, w, flip > 0) for top, left, h, w, flip in drawn.crops.tolist()]
-    if drawn.mixes is None:
-        return [ViewParameters(crop, None) for crop in crops]
-    found = []
-    mixes = drawn.mixes
-    parts = (mixes.operations, mixes.amounts, mixes.weights, mixes.keep)
-    for crop, operations, amounts, weights, keep in zip(crops, *(part.tolist() for part in parts), strict=True):
-        chains = tuple(
-            tuple(Operation(NAMES[code], amount) for code, amount in zip(*chain, strict=True) if code != NOTHING)
-            for chain in zip(operations, amounts, strict=True)
-        )
-        found.append(ViewParameters(crop, AugMixParameters(chains, tuple(weights), keep)))
-    return found
+def _check(count: int, seed: int, index: int, scale: tuple[float, float]) -> None:
+    """Refuse what no views can be drawn with."""
+    if count < 1:
+        raise InputError(f"The number of views must be 1 or more; got {count}.")
+    for name, value in (("seed", seed), ("index", index)):
+        if not 0 <= value < 2**64:
+            raise InputError(f"The {name} of the views must be from 0 to 2**64 - 1; got {value}.")
+    if not 0 < scale[0] <= scale[1] <= 1:
+        raise InputError(f"The crop scale must be a range within 0 to 1, such as (0.08, 1.0); got {scale}.")
 
 
 def _numbers(views: int, count: int, seed: int, index: int) -> Array:
@@ -96,7 +85,7 @@ def _numbers(views: int, count: int, seed: int, index: int) -> Array:
     random = np.random.Generator(philox).random
     numbers = np.empty((views, count))
     for row in numbers:
-        random(out=row)
+        random(out=row)  # unlike `dirichlet` or `integers`, this has never changed in numpy
         philox.advance(2**192 - count // BLOCK)  # to where the next view's numbers start
     return numbers
 

@@ -11,7 +11,7 @@ carries out all nine, and one that mixes. What is the same for a picture is a ro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -19,53 +19,49 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from testtime.images.draw import NAMES, NOTHING, STEPS, Mixes
-from testtime.images.views import CHAINS
+from testtime.images import gpu_views
+from testtime.images.draw import CHAINS, Mixes
+from testtime.images.gpu_views import filter_widths, plan_steps, upload
 
 # as Pillow computes: a sum is rounded after its product
-ROUNDED: dict[str, Any] = {"enable_fp_fusion": False}
+ROUNDED = {"enable_fp_fusion": False}
 BUDGET = 2**30  # bytes for rows resampled across, beyond which images are done one after another
 
-# Columns of an axis of a view: those of `testtime.images.gpu_views.Axis`, and of the image it is taken from
-START, LENGTH, RATIO, FIRST, TOTAL, SUPPORT, MIRRORED, REACH, OFFSET, WIDTH, VIEW = range(11)
+# Columns of an axis of a view beyond those of `testtime.images.gpu_views.Axis`: its filter, and its image
+REACH, OFFSET, WIDTH, VIEW = range(7, 11)
 AXIS: tl.constexpr = tl.constexpr(11)
-
-# Columns of an operation: what kind it is, an affine map, and how much
-OPERATION: tl.constexpr = tl.constexpr(8)
-MOVE: tl.constexpr = tl.constexpr(1)
-STRETCH: tl.constexpr = tl.constexpr(2)
-EQUAL: tl.constexpr = tl.constexpr(3)
-MASK: tl.constexpr = tl.constexpr(4)
-INVERT: tl.constexpr = tl.constexpr(5)
-KINDS = {"autocontrast": STRETCH, "equalize": EQUAL, "posterize": MASK, "solarize": INVERT}
-SHORT: tl.constexpr = tl.constexpr(0.01)  # as in `testtime.images.gpu_views`
+OPERATION: tl.constexpr = tl.constexpr(8)  # columns of one, as `plan_steps` has them
+MOVE: tl.constexpr = tl.constexpr(gpu_views.MOVE)
+STRETCH: tl.constexpr = tl.constexpr(gpu_views.STRETCH)
+EQUAL: tl.constexpr = tl.constexpr(gpu_views.EQUAL)
+MASK: tl.constexpr = tl.constexpr(gpu_views.MASK)
+INVERT: tl.constexpr = tl.constexpr(gpu_views.INVERT)
+SHORT: tl.constexpr = tl.constexpr(gpu_views.SHORT)
 
 
-def crop(pictures: Sequence[Tensor], axes: np.ndarray, reach: np.ndarray, out: Tensor, rows: Sequence[int]) -> None:
-    """Fill `rows` of `out` (n, V, 3, size, size) with the views of pictures (H, W, 3), by their axes (n, V, 2, 7).
-
-    `reach` (n, V, 2) is the number of pixels that a filter may touch.
-    """
+def crop(pictures: Sequence[Tensor], axes: np.ndarray, out: Tensor, rows: Sequence[int]) -> None:
+    """Fill `rows` of `out` (n, V, 3, size, size) with the views of pictures (H, W, 3), by their axes (n, V, 2, 7)."""
     views, size = out.shape[1], out.shape[-1]
     tall = max(picture.shape[0] for picture in pictures)
     together = max(1, BUDGET // (views * 3 * tall * size))
     for start in range(0, len(pictures), together):
         part = slice(start, start + together)
-        _crop(pictures[part], axes[part], reach[part], out, rows[part])
+        _crop(pictures[part], axes[part], out, rows[part])
 
 
-def _crop(pictures: Sequence[Tensor], axes: np.ndarray, reach: np.ndarray, out: Tensor, rows: Sequence[int]) -> None:
+def _crop(pictures: Sequence[Tensor], axes: np.ndarray, out: Tensor, rows: Sequence[int]) -> None:
     count, views, size, device = len(pictures), out.shape[1], out.shape[-1], out.device
     tall = max(picture.shape[0] for picture in pictures)
     pixels = torch.cat([picture.reshape(-1) for picture in pictures])
     sizes = np.array([picture.numel() for picture in pictures])
+    reach = filter_widths(axes)  # pixels that a filter may touch
     plan = np.empty((count, views, 2, AXIS.value))
     plan[..., :REACH], plan[..., REACH] = axes, reach
     plan[..., OFFSET] = (sizes.cumsum() - sizes)[:, None, None]
     plan[..., WIDTH] = np.array([picture.shape[1] for picture in pictures])[:, None, None]
     plan[..., VIEW] = (np.array(rows)[:, None] * views + np.arange(views))[..., None]
     most = int(reach.max())
-    on_device = _upload(plan, device)
+    on_device = upload(plan, device)
     weights = torch.empty(count * views * 2, most, size, dtype=torch.int32, device=device)
     first = torch.empty(count * views * 2, size, dtype=torch.int32, device=device)
     across = torch.empty(count * views, 3, tall, size, dtype=torch.uint8, device=device)
@@ -84,12 +80,10 @@ def _crop(pictures: Sequence[Tensor], axes: np.ndarray, reach: np.ndarray, out: 
 
 
 def mix(grey: Tensor, mixes: Sequence[Mixes]) -> None:
-    """Mix the views but the first of each image (n, V, 3, size, size) in place; without `mixes`, do nothing."""
-    if not mixes:
-        return
+    """Mix the views but the first of each image (n, V, 3, size, size) in place."""
     size, device, views = grey.shape[-1], grey.device, grey.shape[1] - 1
-    plan, shares = _plan(mixes, size)
-    numbers = _upload(np.concatenate([plan.ravel(), shares.ravel()]), device)
+    plan, shares = plan_steps(mixes, size)
+    numbers = upload(np.concatenate([plan.ravel(), shares.ravel()]), device)
     steps, weights = numbers[: plan.size].view(plan.shape), numbers[plan.size :]
     pictures = plan.shape[1]
     # chains take turns with two places, as a picture cannot be moved within itself
@@ -108,38 +102,9 @@ def mix(grey: Tensor, mixes: Sequence[Mixes]) -> None:
         _blend[grid](grey, source, weights, size, views, CHAINS=CHAINS, BLOCK=2048, **ROUNDED)
 
 
-def _plan(mixes: Sequence[Mixes], size: int) -> tuple[np.ndarray, np.ndarray]:
-    """The operations of each step on each chain (steps, n * V * CHAINS, 8), and shares (n * V, 1 + CHAINS)."""
-    codes = np.concatenate([part.operations for part in mixes]).reshape(-1, STEPS).T  # (STEPS, pictures)
-    codes = codes[: int((codes != NOTHING).any(1).sum())]
-    amounts = np.concatenate([part.amounts for part in mixes]).reshape(-1, STEPS).T[: len(codes)]
-    kinds = np.array([KINDS.get(name, MOVE).value for name in NAMES] + [0])  # NOTHING finds the last
-    plan = np.zeros((*codes.shape, OPERATION.value), dtype=np.float32)
-    plan[..., 0] = kinds[codes]
-    plan[..., 1] = plan[..., 5] = 1  # x' = a x + b y + c, y' = d x + e y + f, in columns 1 to 6
-    for name, column in (("shear_x", 2), ("translate_x", 3), ("shear_y", 4), ("translate_y", 6)):
-        plan[..., column] = np.where(codes == NAMES.index(name), amounts, 0)
-    turned = codes == NAMES.index("rotate")
-    angle, middle = np.radians(amounts[turned]), size / 2
-    cos, sin = np.cos(angle), np.sin(angle)
-    affine = cos, -sin, middle * (1 - cos + sin), sin, cos, middle * (1 - cos - sin)
-    plan[turned, 1:7] = np.stack(affine, -1)
-    posterized = codes == NAMES.index("posterize")
-    plan[..., 7] = np.where(posterized, -(2.0 ** (8 - amounts)), amounts)
-    keep = np.concatenate([part.keep for part in mixes])[:, None]
-    shares = np.concatenate([keep, (1 - keep) * np.concatenate([part.weights for part in mixes])], 1)
-    return plan, shares.astype(np.float32)
-
-
-def _upload(array: np.ndarray, device: torch.device) -> Tensor:
-    """An array on the device, without waiting for it there."""
-    host = torch.from_numpy(array)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
-
-
-def _on(device: torch.device) -> Any:
+def _on(device: torch.device) -> AbstractContextManager[object]:
     """A context in which kernels are launched on this device; the CPU is for Triton's interpreter."""
-    return torch.cuda.device(device) if device.type == "cuda" else torch.no_grad()
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 # Crops

@@ -12,8 +12,7 @@ Pixels here are grey levels from 0 to 255; whole numbers, but for what AugMix ha
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -24,41 +23,21 @@ from PIL import Image
 from torch import Tensor
 
 from testtime.images import views as plain
-from testtime.images.draw import Drawn, draw, entries
+from testtime.images.draw import CHAINS, NAMES, NOTHING, STEPS, Drawn, Mixes
 from testtime.images.reading import MAX_PIXELS, seen
-from testtime.images.views import CHAINS, Operation, ViewParameters
 from testtime.machine.capture import reason, warn_once
 from testtime.types import InputError, Preprocess
 
 LONGEST = 8192  # pixels a side; beyond, the matrices would outgrow the work they save
 ALIGNED = 8  # sides are padded to a multiple: half-precision products want it
 
-MOVES = ("rotate", "shear_x", "shear_y", "translate_x", "translate_y")
-MEASURED = ("autocontrast", "equalize")  # their tables depend on the picture
-FIXED = ("posterize", "solarize")
+# kinds of operations: a map of places, a table by the picture's own levels, or one that is the same for every picture
+MOVE, STRETCH, EQUAL, MASK, INVERT = range(1, 6)
+KINDS = {"autocontrast": STRETCH, "equalize": EQUAL, "posterize": MASK, "solarize": INVERT}  # others move pixels
 # Pillow cuts off what is behind the point; a level that rounding left just short of a whole one is meant to be it
 SHORT = 0.01
 
 _broken = False  # whether Triton has failed in this process
-
-
-def views(
-    image: Image.Image | Tensor,
-    count: int,
-    preprocess: Preprocess,
-    *,
-    seed: int,
-    index: int,
-    augmix: bool = False,
-    scale: tuple[float, float] = (0.08, 1.0),
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-) -> Tensor:
-    """The clean view and `count - 1` random ones: (count, 3, size, size), normalised, row 0 clean."""
-    picture = as_picture(image)
-    height, width = picture.shape[:2]
-    sampled = draw((width, height), count, preprocess.size, seed=seed, index=index, augmix=augmix, scale=scale)
-    return normalise(grey_views([picture.to(device)], [sampled], preprocess)[0], preprocess, dtype)
 
 
 def as_picture(image: Image.Image | Tensor) -> Tensor:
@@ -87,48 +66,36 @@ def grey_views(
     `sampled` holds V - 1 rows for each image. Half precision, the default on a GPU, is exact for whole levels.
     `kernels` says whether Triton does the work, by default where it can.
     """
-    device = pictures[0].device
+    global _broken
+    device, size = pictures[0].device, preprocess.size
     precision = precision or (torch.float16 if device.type == "cuda" else torch.float32)
-    size = preprocess.size
     result = torch.empty(len(pictures), len(sampled[0]) + 1, 3, size, size, dtype=precision, device=device)
     short = [row for row, picture in enumerate(pictures) if max(picture.shape) <= LONGEST]
     for row in set(range(len(pictures))) - set(short):
-        result[row] = _long_strip(pictures[row], entries(sampled[row]), preprocess).to(result)
+        result[row] = _long_strip(pictures[row], sampled[row], preprocess).to(result)
+    axes = [_axes(pictures[row].shape, sampled[row], preprocess) for row in short]
+    mixes = [drawn.mixes for drawn in sampled if drawn.mixes is not None and len(drawn)]
+
+    def fill(crop: Callable[..., None], mix: Callable[..., None]) -> Tensor:
+        if short:
+            crop([pictures[row] for row in short], np.stack(axes), result, short)
+        if mixes:
+            mix(result, mixes)
+        return result
+
     if kernels is None:
         kernels = device.type == "cuda" and find_spec("triton") is not None
-    if kernels and _by_kernels(pictures, sampled, preprocess, result, short):
-        return result
-    if short:
-        axes = np.stack([_axes(pictures[row].shape, sampled[row], preprocess) for row in short])
-        weights, columns = _taps(_upload(axes, device), size, int(_reach(axes).max()))
-        for place, row in enumerate(short):
-            _resample(pictures[row], weights[place], columns[place], result[row])
-    if len(sampled[0]) and sampled[0].mixes is not None:
-        _augmix(result[:, 1:], [view for drawn in sampled for view in entries(drawn)])
-    return result
+    if kernels and not _broken:
+        try:
+            from testtime.images import gpu_pixels
 
-
-def _by_kernels(
-    pictures: Sequence[Tensor], sampled: Sequence[Drawn], preprocess: Preprocess, result: Tensor, short: list[int]
-) -> bool:
-    """Whether Triton has filled `result`, but for the rows not in `short`, and mixed all of it."""
-    global _broken
-    if _broken:
-        return False
-    try:
-        from testtime.images import gpu_pixels as pixels
-
-        if short:
-            axes = np.stack([_axes(pictures[row].shape, sampled[row], preprocess) for row in short])
-            pixels.crop([pictures[row] for row in short], axes, _reach(axes), result, short)
-        if len(sampled[0]):
-            pixels.mix(result, [drawn.mixes for drawn in sampled if drawn.mixes is not None])
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # a compiler fails in its own ways, and they have no common root
-        _broken = True
-        warn_once(f"Views cannot be made by Triton, and are made slower ({reason(error)}).")
-    return not _broken
+            return fill(gpu_pixels.crop, gpu_pixels.mix)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a compiler fails in its own ways, and they have no common root
+            _broken = True
+            warn_once(f"Views cannot be made by Triton, and are made slower ({reason(error)}).")
+    return fill(crop, mix)
 
 
 def normalise(grey: Tensor, preprocess: Preprocess, dtype: torch.dtype) -> Tensor:
@@ -172,15 +139,22 @@ def _axes(shape: Sequence[int], sampled: Drawn, preprocess: Preprocess) -> np.nd
     return axes
 
 
-def _reach(axes: np.ndarray) -> np.ndarray:
+def filter_widths(axes: np.ndarray) -> np.ndarray:
     """The width of each axis' filter in pixels of the image: (..., 7) -> (...)."""
     return 2 * np.ceil(axes[..., 5] * axes[..., 2].clip(1)) + 1
 
 
-def _upload(array: np.ndarray, device: torch.device) -> Tensor:
+def upload(array: np.ndarray, device: torch.device) -> Tensor:
     """An array on the device, without waiting for it there."""
     host = torch.from_numpy(array)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+def crop(pictures: Sequence[Tensor], axes: np.ndarray, out: Tensor, rows: Sequence[int]) -> None:
+    """Fill `rows` of `out` (n, V, 3, size, size) with the views of pictures (H, W, 3), by their axes (n, V, 2, 7)."""
+    weights, columns = _taps(upload(axes, out.device), out.shape[-1], int(filter_widths(axes).max()))
+    for place, row in enumerate(rows):
+        _resample(pictures[place], weights[place], columns[place], out[row])
 
 
 def _taps(axes: Tensor, size: int, most: int) -> tuple[Tensor, Tensor]:
@@ -228,73 +202,69 @@ def _resample(picture: Tensor, weights: Tensor, columns: Tensor, out: Tensor) ->
     out.add_(0.5).floor_().clamp_(0, 255)
 
 
-def _long_strip(picture: Tensor, sampled: Sequence[ViewParameters], preprocess: Preprocess) -> Tensor:
+def _long_strip(picture: Tensor, sampled: Drawn, preprocess: Preprocess) -> Tensor:
     """Views (V, 3, size, size) in grey levels, by Pillow, of an image too long for matrices; AugMix left out."""
     image, size = Image.fromarray(picture.cpu().numpy()), preprocess.size
-    made = [plain._centre(image, preprocess), *(plain._crop(image, view.crop, size) for view in sampled)]
+    made = [plain._centre(image, preprocess), *(plain._crop(image, box, size) for box in sampled.crops.tolist())]
     return torch.from_numpy(np.stack([np.array(view) for view in made])).permute(0, 3, 1, 2)
 
 
 # AugMix
 
 
-def _augmix(grey: Tensor, sampled: Sequence[ViewParameters]) -> None:
-    """Mix views (n, V, 3, size, size) in place, each as its parameters say."""
-    size, device = grey.shape[-1], grey.device
-    plans = [view.augmix for view in sampled if view.augmix is not None]
-    chains = [plan.chains[number] for number in range(CHAINS) for plan in plans]
-    base = grey.flatten(0, 1).to(torch.uint8)
-    changed = base.repeat(CHAINS, 1, 1, 1)  # (CHAINS * n * V, 3, size, size), a chain at a time
-    for step in range(max(map(len, chains))):
-        operate(changed, {row: chain[step] for row, chain in enumerate(chains) if step < len(chain)})
-    keep = np.array([plan.keep for plan in plans])
-    shares = np.stack([keep, *((1 - keep) * np.array([plan.weights for plan in plans]).T)])
-    weights = _upload(shares.astype(np.float32), device)[:, :, None, None, None]
-    parts = changed.view(CHAINS, len(plans), 3, size, size)
-    mixed = base * weights[0]
+def plan_steps(mixes: Sequence[Mixes], size: int) -> tuple[np.ndarray, np.ndarray]:
+    """The operations of each step on each chain (steps, n * V * CHAINS, 8), and shares (n * V, 1 + CHAINS).
+
+    Columns of an operation: its kind, where pixels come from (x' = a x + b y + c, y' = d x + e y + f), and its amount.
+    """
+    codes = np.concatenate([part.operations for part in mixes]).reshape(-1, STEPS).T  # (STEPS, pictures)
+    codes = codes[: int((codes != NOTHING).any(1).sum())]
+    amounts = np.concatenate([part.amounts for part in mixes]).reshape(-1, STEPS).T[: len(codes)]
+    kinds = np.array([KINDS.get(name, MOVE) for name in NAMES] + [0])  # NOTHING finds the last
+    plan = np.zeros((*codes.shape, 8), dtype=np.float32)
+    plan[..., 0] = kinds[codes]
+    plan[..., 1] = plan[..., 5] = 1
+    for name, column in (("shear_x", 2), ("translate_x", 3), ("shear_y", 4), ("translate_y", 6)):
+        plan[..., column] = np.where(codes == NAMES.index(name), amounts, 0)
+    turned = codes == NAMES.index("rotate")
+    angle, middle = np.radians(amounts[turned]), size / 2
+    cos, sin = np.cos(angle), np.sin(angle)
+    affine = cos, -sin, middle * (1 - cos + sin), sin, cos, middle * (1 - cos - sin)
+    plan[turned, 1:7] = np.stack(affine, -1)
+    posterized = codes == NAMES.index("posterize")
+    plan[..., 7] = np.where(posterized, -(2.0 ** (8 - amounts)), amounts)
+    keep = np.concatenate([part.keep for part in mixes])[:, None]
+    shares = np.concatenate([keep, (1 - keep) * np.concatenate([part.weights for part in mixes])], 1)
+    return plan, shares.astype(np.float32)
+
+
+def mix(grey: Tensor, mixes: Sequence[Mixes]) -> None:
+    """Mix the views but the first of each image (n, V, 3, size, size) in place."""
+    views = grey[:, 1:]
+    steps, shares = plan_steps(mixes, grey.shape[-1])
+    base = views.flatten(0, 1).to(torch.uint8)
+    changed = base.repeat_interleave(CHAINS, 0)  # (n * V * CHAINS, 3, size, size)
+    for step in steps:
+        operate(changed, step)
+    parts = changed.unflatten(0, (-1, CHAINS))
+    weights = upload(shares, grey.device)[..., None, None, None]
+    mixed = base * weights[:, 0]
     for number in range(CHAINS):
-        mixed.addcmul_(parts[number], weights[1 + number])
-    grey.copy_(mixed.view(grey.shape))
+        mixed.addcmul_(parts[:, number], weights[:, 1 + number])
+    views.copy_(mixed.view(views.shape))
 
 
-def operate(pictures: Tensor, operations: dict[int, Operation]) -> None:
-    """Carry out one operation on each of some rows of `pictures` (n, 3, size, size) uint8, in place."""
-    size, device = pictures.shape[-1], pictures.device
-    moved = [row for row, operation in operations.items() if operation.name in MOVES]
-    measured = [row for row, operation in operations.items() if operation.name in MEASURED]
-    fixed = [row for row, operation in operations.items() if operation.name in FIXED]
-    if moved:
-        rows = _upload(np.array(moved), device)
-        matrices = _upload(np.array([_matrix(operations[row], size) for row in moved], dtype=np.float32), device)
+def operate(pictures: Tensor, operations: np.ndarray) -> None:
+    """Carry out an operation on each of `pictures` (n, 3, size, size) uint8, in place: a step (n, 8) of a plan."""
+    device, kinds = pictures.device, operations[:, 0]
+    if len(moved := np.flatnonzero(kinds == MOVE)):
+        rows, matrices = upload(moved, device), upload(operations[moved, 1:7], device)
         pictures.index_copy_(0, rows, _move(pictures[rows], matrices))
-    if measured or fixed:
-        rows = _upload(np.array(measured + fixed), device)
+    if len(toned := np.flatnonzero(kinds > MOVE)):
+        rows, chosen = upload(toned, device), upload(operations[toned], device)
         levels = pictures[rows].flatten(2).long()  # (n, 3, pixels)
-        tables = []
-        if measured:
-            equal = np.array([operations[row].name == "equalize" for row in measured])
-            tables.append(_measured_tables(levels[: len(measured)], _upload(equal, device)))
-        if fixed:
-            bits = np.stack([_fixed_table(operations[row]) for row in fixed])
-            tables.append(_upload(bits, device)[:, None].expand(-1, 3, -1))
-        toned = torch.cat(tables).gather(2, levels)
-        pictures.index_copy_(0, rows, toned.view(-1, 3, size, size))
-
-
-def _matrix(operation: Operation, size: int) -> tuple[float, ...]:
-    """Where a pixel of the result comes from: x' = a x + b y + c, y' = d x + e y + f."""
-    name, amount = operation
-    match name:
-        case "shear_x":
-            return 1, amount, 0, 0, 1, 0
-        case "shear_y":
-            return 1, 0, 0, amount, 1, 0
-        case "translate_x":
-            return 1, 0, amount, 0, 1, 0
-        case "translate_y":
-            return 1, 0, 0, 0, 1, amount
-    cos, sin, middle = math.cos(math.radians(amount)), math.sin(math.radians(amount)), size / 2
-    return cos, -sin, middle * (1 - cos + sin), sin, cos, middle * (1 - cos - sin)
+        tables = _tables(levels, chosen[:, 0, None, None], chosen[:, 7, None, None].long())
+        pictures.index_copy_(0, rows, tables.gather(2, levels).view(-1, *pictures.shape[1:]))
 
 
 def _move(pictures: Tensor, matrices: Tensor) -> Tensor:
@@ -311,8 +281,8 @@ def _move(pictures: Tensor, matrices: Tensor) -> Tensor:
     return moved.add_(SHORT).mul_(inside[:, None]).to(torch.uint8)
 
 
-def _measured_tables(levels: Tensor, equal: Tensor) -> Tensor:
-    """Tables (n, 3, 256) uint8 that equalise pictures (n, 3, pixels) where `equal` (n,), else stretch their contrast.
+def _tables(levels: Tensor, kind: Tensor, amount: Tensor) -> Tensor:
+    """Tables (n, 3, 256) uint8 of the operations of some kind and amount (n, 1, 1) on pictures (n, 3, pixels).
 
     In whole numbers and in double, as Pillow computes them: both cut off what is behind the point.
     """
@@ -321,20 +291,13 @@ def _measured_tables(levels: Tensor, equal: Tensor) -> Tensor:
     present = count > 0
     low = torch.where(present, level, 256).amin(2, keepdim=True)
     high = torch.where(present, level, -1).amax(2, keepdim=True)
-    several = high > low
     # equalize: as many pixels to each new level, those of the highest one left out of the account
     step = (count.sum(2, keepdim=True) - count.gather(2, high)) // 255
-    even = (step // 2 + count.cumsum(2) - count) // step.clamp_min(1)
+    even = torch.where(step > 0, (step // 2 + count.cumsum(2) - count) // step.clamp_min(1), level)
     # autocontrast: the darkest becomes 0 and the lightest 255
     gain = 255 / (high - low).clamp_min(1).double()
     stretched = (level * gain + -low * gain).long()
-    table = torch.where(equal[:, None, None], torch.where(step > 0, even, level), stretched)
-    return torch.where(several, table, level).clamp_(0, 255).to(torch.uint8)
-
-
-def _fixed_table(operation: Operation) -> np.ndarray:
-    """The table (256,) uint8 of an operation that is the same for every picture."""
-    level, amount = np.arange(256), int(operation.amount)
-    if operation.name == "posterize":
-        return (level & -(1 << (8 - amount))).astype(np.uint8)
-    return np.where(level < amount, level, 255 - level).astype(np.uint8)
+    table = torch.where(high > low, torch.where(kind == EQUAL, even, stretched), level)
+    table = torch.where(kind == MASK, level & amount, table)
+    table = torch.where(kind == INVERT, torch.where(level < amount, level, 255 - level), table)
+    return table.clamp_(0, 255).to(torch.uint8)

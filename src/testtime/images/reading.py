@@ -10,14 +10,14 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from testtime.files.regular import NotRegular, opened, read_bytes
+from testtime.files import NotRegular, opened, read_bytes
 from testtime.registry import folded_name
 from testtime.types import ImageError, InputError, StoredImage
 
@@ -44,18 +44,14 @@ def read_image(
     """
     if not isinstance(source, (str, bytes, StoredImage)) and not hasattr(source, "read"):
         raise ImageError(f"Expected a path, bytes or an open file; got {type(source).__name__}.")
-    name, refused = name_of(source), None
-    file: Any = source
+    file: BinaryIO | None = None
     try:
-        file = _file(source)
-        with _pillow_limits():
+        with blamed(name_of(source)), _pillow_limits():
+            file = _file(source)
             image = _header(file)
-            if admit is not None:
-                try:
-                    admit(image.size)
-                except BaseException as error:
-                    refused = error
-                    raise
+        if admit is not None:
+            admit(image.size)
+        with blamed(name_of(source)), _pillow_limits():
             image.load()
             upright = _upright(image)
             Image.Image.close(image)  # its pixels, which are as many, but not its file
@@ -63,23 +59,18 @@ def read_image(
         if file is not source and not isinstance(source, bytes):
             result.info["path"] = str(source)
         return result
-    # Pillow's decoders raise nearly anything on a damaged file: SyntaxError, struct.error, KeyError, ...
-    except Exception as error:
-        if error is refused:
-            raise
-        raise ImageError(f"{name}: {_wrong(error)}") from error
     finally:
-        if file is not source:
+        if file is not None and file is not source:
             file.close()
 
 
-def _file(source: Any) -> BinaryIO:
+def _file(source: str | StoredImage | bytes | BinaryIO) -> BinaryIO:
     """A source opened; what is a path but no regular file is refused at once, where a pipe would be waited for."""
-    if isinstance(source, bytes):
-        return io.BytesIO(source)
-    if not isinstance(source, (str, Path)):
-        return io.BytesIO(source.read_bytes()) if isinstance(source, StoredImage) else source
-    return opened(source)
+    if isinstance(source, (str, Path)):
+        return opened(source)
+    if isinstance(source, StoredImage):
+        source = source.read_bytes()
+    return io.BytesIO(source) if isinstance(source, bytes) else source
 
 
 def _header(file: BinaryIO) -> Image.Image:
@@ -95,6 +86,7 @@ def blamed(name: str) -> Iterator[None]:
     """Say what is wrong with the file of that name, whatever it is."""
     try:
         yield
+    # Pillow's decoders raise nearly anything on a damaged file: SyntaxError, struct.error, KeyError, ...
     except Exception as error:
         raise ImageError(f"{name}: {_wrong(error)}") from error
 
@@ -146,7 +138,7 @@ def _line(text: object) -> str:
 
 _limits = threading.Lock()
 _readers = 0
-_before: tuple[Any, int | None] | None = None  # the warning filters and Pillow's limit
+_undo = ExitStack()  # the warning filters and Pillow's limit as they were
 
 
 @contextmanager
@@ -158,14 +150,13 @@ def _pillow_limits() -> Iterator[None]:
     Both are settings of the whole process. Threads that each set them back could restore what another had
     set, so the first to enter sets them and the last to leave sets them back.
     """
-    global _readers, _before
+    global _readers
     with _limits:
         if _readers == 0:
-            caught = warnings.catch_warnings()
-            caught.__enter__()
-            _before = caught, Image.MAX_IMAGE_PIXELS
+            _undo.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
             warnings.filterwarnings("ignore", module=r"PIL\.")
+            _undo.callback(setattr, Image, "MAX_IMAGE_PIXELS", Image.MAX_IMAGE_PIXELS)
             Image.MAX_IMAGE_PIXELS = MAX_PIXELS // 2  # Pillow warns above it and refuses above twice that
         _readers += 1
     try:
@@ -173,10 +164,8 @@ def _pillow_limits() -> Iterator[None]:
     finally:
         with _limits:
             _readers -= 1
-            if _readers == 0 and _before is not None:
-                caught, Image.MAX_IMAGE_PIXELS = _before
-                caught.__exit__(None, None, None)
-                _before = None
+            if _readers == 0:
+                _undo.close()
 
 
 def cut(image: Image.Image, box: tuple[int, int, int, int]) -> Image.Image:

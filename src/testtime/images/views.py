@@ -1,63 +1,25 @@
 """Views of an image: the image itself, and random crops of it, seeded by (seed, index).
 
-What is random is drawn first, as plain data (`sample_views`), and then carried out with Pillow (`views`);
-another device can carry out the same draw. Crops are those of torchvision's RandomResizedCrop and
-RandomHorizontalFlip. AugMix (Hendrycks et al., ICLR 2020) is as TPT and its descendants use it: severity 1,
-mixed after normalising.
+What is random is drawn first, as plain data (`testtime.images.draw`), and then carried out with Pillow; another device
+can carry out the same draw.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
+from testtime.images.draw import NAMES, NOTHING, Mixes, draw
 from testtime.images.reading import cut, seen
 from testtime.types import InputError, Preprocess
 
-RATIO = (3 / 4, 4 / 3)  # width over height of a random crop
-TRIES = 10  # draws of a crop before the centre is taken instead
-CHAINS = 3  # that AugMix mixes
 LONGEST = 16  # elongation of the resized image from which only its centre is computed
 
 FILTERS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
-
-
-class CropParameters(NamedTuple):
-    """A box of the image in pixels, and whether it is mirrored after it is resized."""
-
-    top: int
-    left: int
-    height: int
-    width: int
-    flip: bool
-
-
-class Operation(NamedTuple):
-    """One step of an AugMix chain: a name of `OPERATIONS` and how much of it."""
-
-    name: str
-    amount: float  # bits, degrees, a threshold, a slope or pixels, by name; signed where that means something
-
-
-class AugMixParameters(NamedTuple):
-    """The view becomes `keep * view + (1 - keep) * sum(weight * chain(view))`."""
-
-    chains: tuple[tuple[Operation, ...], ...]  # each of 1 to 3 operations
-    weights: tuple[float, ...]  # one per chain, summing to 1
-    keep: float
-
-
-class ViewParameters(NamedTuple):
-    """All that is random about one view."""
-
-    crop: CropParameters
-    augmix: AugMixParameters | None
 
 
 def clean(image: Image.Image, preprocess: Preprocess) -> Tensor:
@@ -86,98 +48,13 @@ def views(
     crops are the same.
     """
     image, size = _checked(image), preprocess.size
-    sampled = sample_views(image.size, count, size, seed=seed, index=index, augmix=augmix, scale=scale)
+    drawn = draw(image.size, count, size, seed=seed, index=index, augmix=augmix, scale=scale)
     pixels = torch.empty(count, 3, size, size)
     pixels[0] = _unit(_centre(image, preprocess))
-    for row, parameters in enumerate(sampled, start=1):
-        view = _crop(image, parameters.crop, size)
-        pixels[row] = _unit(view) if parameters.augmix is None else _augmix(view, parameters.augmix)
+    for row, box in enumerate(drawn.crops.tolist()):
+        view = _crop(image, box, size)
+        pixels[row + 1] = _unit(view) if drawn.mixes is None else _augmix(view, drawn.mixes, row)
     return _normalise(pixels, preprocess)
-
-
-def sample_views(
-    extent: tuple[int, int],
-    count: int,
-    size: int,
-    *,
-    seed: int,
-    index: int,
-    augmix: bool = False,
-    scale: tuple[float, float] = (0.08, 1.0),
-) -> list[ViewParameters]:
-    """What `views` will do for an image of `extent` (width, height): count - 1 entries, for rows 1 and on."""
-    check_draw(count, seed, index, scale)
-    sampled = []
-    for row in range(1, count):
-        # only `random()` is drawn from it: unlike `dirichlet` or `integers`, that has never changed in numpy
-        key = np.array([seed, index], dtype=np.uint64)
-        counter = np.array([0, 0, 0, row], dtype=np.uint64)
-        random = np.random.Generator(np.random.Philox(key=key, counter=counter)).random
-        crop = sample_crop(extent, random, scale)
-        sampled.append(ViewParameters(crop, sample_augmix(size, random) if augmix else None))
-    return sampled
-
-
-def check_draw(count: int, seed: int, index: int, scale: tuple[float, float]) -> None:
-    """Refuse what no views can be drawn with."""
-    if count < 1:
-        raise InputError(f"The number of views must be 1 or more; got {count}.")
-    for name, value in (("seed", seed), ("index", index)):
-        if not 0 <= value < 2**64:
-            raise InputError(f"The {name} of the views must be from 0 to 2**64 - 1; got {value}.")
-    if not 0 < scale[0] <= scale[1] <= 1:
-        raise InputError(f"The crop scale must be a range within 0 to 1, such as (0.08, 1.0); got {scale}.")
-
-
-def sample_crop(extent: tuple[int, int], random: Callable[[], float], scale: tuple[float, float]) -> CropParameters:
-    """A box in an image of `extent` (width, height), by RandomResizedCrop's rule; `random` gives [0, 1)."""
-    width, height = extent
-    low, high = math.log(RATIO[0]), math.log(RATIO[1])
-    for _ in range(TRIES):
-        area = width * height * (scale[0] + (scale[1] - scale[0]) * random())
-        ratio = math.exp(low + (high - low) * random())
-        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
-        if 0 < w <= width and 0 < h <= height:
-            top, left = int(random() * (height - h + 1)), int(random() * (width - w + 1))
-            return CropParameters(top, left, h, w, random() < 0.5)
-    # nothing fitted, the image being long or tiny: the largest box at its centre whose ratio is allowed
-    w = min(width, round(height * RATIO[1]))
-    h = min(height, round(width / RATIO[0]))
-    return CropParameters((height - h) // 2, (width - w) // 2, h, w, random() < 0.5)
-
-
-def sample_augmix(size: int, random: Callable[[], float]) -> AugMixParameters:
-    """Chains, weights ~ Dirichlet(1, 1, 1) and a share kept ~ Beta(1, 1) for a view of side `size`."""
-    spacings = [-math.log1p(-random()) for _ in range(CHAINS)]  # exponentials; their shares are Dirichlet
-    total = math.fsum(spacings)
-    # three zeros in a row have probability 2**-159, but a division by zero would end a long run
-    weights = tuple(s / total if total else 1 / CHAINS for s in spacings)
-    keep = random()
-    names = list(OPERATIONS)
-    chains = []
-    for _ in range(CHAINS):
-        length = 1 + int(random() * 3)
-        picks = [names[int(random() * len(names))] for _ in range(length)]
-        chains.append(tuple(Operation(name, _amount(name, size, random)) for name in picks))
-    return AugMixParameters(tuple(chains), weights, keep)
-
-
-def _amount(name: str, size: int, random: Callable[[], float]) -> float:
-    """How much of an operation at severity 1: a tenth of its most, times a number from 0.1 to 1."""
-    level = (0.1 + 0.9 * random()) / 10
-    sign = -1 if random() < 0.5 else 1
-    match name:
-        case "posterize":
-            return 4 - int(4 * level)  # always 4 bits at severity 1, as in the released code
-        case "rotate":
-            return sign * int(30 * level)
-        case "solarize":
-            return 256 - int(256 * level)
-        case "shear_x" | "shear_y":
-            return sign * 0.3 * level
-        case "translate_x" | "translate_y":
-            return sign * int(size / 3 * level)
-    return 0.0
 
 
 def _affine(view: Image.Image, matrix: tuple[float, float, float, float, float, float]) -> Image.Image:
@@ -203,24 +80,26 @@ OPERATIONS: dict[str, Callable[[Image.Image, float], Image.Image]] = {
 }
 
 
-def _augmix(view: Image.Image, parameters: AugMixParameters) -> Tensor:
-    """The mixed view, in [0, 1] and not rounded to bytes: (3, size, size).
+def _augmix(view: Image.Image, mixes: Mixes, row: int) -> Tensor:
+    """The view mixed as a row of `mixes` says, in [0, 1] and not rounded to bytes: (3, size, size).
 
     The weights sum to 1, so normalising the mixture, once, is the same as mixing what is normalised.
     """
-    keep = parameters.keep
+    keep = mixes.keep[row].item()
     mixed = np.multiply(np.asarray(view), keep, dtype=np.float32)  # (size, size, 3), from 0 to 255
-    for weight, chain in zip(parameters.weights, parameters.chains, strict=True):
+    chains = (part[row].tolist() for part in (mixes.weights, mixes.operations, mixes.amounts))
+    for weight, operations, amounts in zip(*chains, strict=True):
         changed = view
-        for name, amount in chain:
-            changed = OPERATIONS[name](changed, amount)
+        for code, amount in zip(operations, amounts, strict=True):
+            if code != NOTHING:
+                changed = OPERATIONS[NAMES[code]](changed, amount)
         mixed += np.multiply(np.asarray(changed), (1 - keep) * weight, dtype=np.float32)
     return torch.from_numpy(mixed).permute(2, 0, 1).div_(255)
 
 
-def _crop(image: Image.Image, crop: CropParameters, size: int) -> Image.Image:
+def _crop(image: Image.Image, box: Sequence[int], size: int) -> Image.Image:
     """One random resized crop, bilinear whatever the model's own filter is, as torchvision's default."""
-    top, left, height, width, flip = crop
+    top, left, height, width, flip = box
     # not `resize(box=...)`: its filter would reach for pixels outside the box
     view = cut(image, (left, top, left + width, top + height)).resize((size, size), FILTERS["bilinear"])
     return view.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if flip else view

@@ -7,12 +7,11 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
 
 from testtime.errors import Interrupted
 
 _inside = 0  # blocks that hold interrupts back
-_usual: Any = None  # who hears of them otherwise
+_usual: Callable[[int, FrameType | None], object] | int | None = None  # who hears of them otherwise
 _waiting: list[tuple[int, FrameType | None]] = []
 
 

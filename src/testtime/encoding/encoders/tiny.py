@@ -33,12 +33,11 @@ def tiny(
         )
     with torch.no_grad():
         model.logit_scale.fill_(math.log(100))  # where training takes every CLIP
-    looks = open_clip.transform.PreprocessCfg(size=size)
     return OpenClip(
         "tiny" if seed == 0 else f"tiny:{seed}",
         lower(model, precision),
         open_clip.SimpleTokenizer(context_length=TEXT["context_length"]),
-        make_preprocess(vars(looks)),
+        make_preprocess(vars(open_clip.transform.PreprocessCfg(size=size))),
         torch.device(device),
         dtype,
     )

@@ -1,0 +1,88 @@
+"""What encoders share: what they refuse, texts in batches, and unit rows that methods can take gradients around."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from types import ModuleType
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from testtime.encoding import vit
+from testtime.encoding.compiled import ALIKE, COARSE, faithful
+from testtime.types import InputError, MissingPart, Preprocess
+
+TEXT_BATCH = 256  # sentences encoded at once
+
+
+class TwoTowers(ABC):
+    """Unit features of images and texts, by two towers whose features are of any length."""
+
+    dim: int
+    scale: float
+    float8 = False  # whether the image tower's large products are in 8 bits
+
+    def __init__(self, name: str, preprocess: Preprocess, device: torch.device, dtype: torch.dtype) -> None:
+        self.name, self.preprocess, self.device, self.dtype = name, preprocess, device, dtype
+
+    @abstractmethod
+    def image_features(self, pixels: Tensor) -> Tensor:
+        """Features (B, D) of normalised pixels (B, 3, H, W) in the encoder's precision, on its device."""
+
+    @abstractmethod
+    def text_features(self, texts: Sequence[str]) -> Tensor:
+        """Features (n, D) of at most TEXT_BATCH sentences."""
+
+    def own_tower(self, kind: type[vit.Tower]) -> Callable[[Tensor], Tensor] | None:
+        """The image tower in a form of ours, a vision transformer of that `kind`; None where there is none."""
+        return None
+
+    def image_tower(self) -> Callable[[Tensor], Tensor]:
+        """From normalised pixels to features, as a GPU likes it; see `types.DeviceEncoder`."""
+        kind, least = (vit.Float8, COARSE) if self.float8 else (vit.Tower, ALIKE)
+        return faithful(self.own_tower(kind), self.image_features, self, least)
+
+    def encode_images(self, pixels: Tensor) -> Tensor:
+        """Unit features of preprocessed images: (B, 3, H, W) -> (B, D) float32, on the encoder's device."""
+        check_pixels(pixels)
+        if len(pixels) == 0:
+            return torch.zeros(0, self.dim, device=self.device)
+        with torch.inference_mode():
+            features = normalize(self.image_features(pixels.to(self.device, self.dtype)).float(), dim=-1)
+        return features.clone()  # out of inference mode, so that methods can take gradients around it
+
+    def encode_texts(self, texts: Sequence[str]) -> Tensor:
+        """Unit features of sentences: n texts -> (n, D) float32, on the encoder's device."""
+        check_texts(texts)
+        if len(texts) == 0:
+            return torch.zeros(0, self.dim, device=self.device)
+        with torch.inference_mode():
+            starts = range(0, len(texts), TEXT_BATCH)
+            rows = torch.cat([self.text_features(texts[i : i + TEXT_BATCH]) for i in starts])
+            features = normalize(rows.float(), dim=-1)
+        return features.clone()
+
+
+def package(encoder: str, name: str) -> ModuleType:
+    """A package that an encoder needs, or how to come by it."""
+    try:
+        return import_module(name)
+    except ImportError:
+        raise MissingPart(
+            f"Encoder '{encoder}' needs the package {name}. Install it with: pip install 'testtime[{encoder}]'"
+        ) from None
+
+
+def check_pixels(pixels: Tensor) -> None:
+    """Refuse what is not a batch of preprocessed images (B, 3, H, W)."""
+    if pixels.ndim != 4 or pixels.shape[1] != 3:
+        raise InputError(f"Images must be (B, 3, H, W); got {tuple(pixels.shape)}.")
+
+
+def check_texts(texts: Sequence[str]) -> None:
+    """Refuse a string where a list of them is meant: it would be read letter by letter."""
+    if isinstance(texts, str):
+        raise InputError(f"Expected a list of texts; got one string. Write [{texts!r}].")
