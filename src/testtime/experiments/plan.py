@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from testtime import registry
 from testtime.datasets import Dataset, templates
@@ -124,6 +125,17 @@ class Plan:
 
 Columns = Mapping[str, Dataset | str]  # a dataset by its name, or why it is missing
 Plans = Mapping[str, Plan | str]  # a plan by its encoder's name, or why that is missing
+
+
+class Work(NamedTuple):
+    """What is to be run: some rows of an experiment, with each encoder on each dataset."""
+
+    name: str
+    experiment: Experiment
+    plans: Plans
+    columns: Columns
+    rows: Sequence[Row]
+    moments: Sequence[int] | None = None  # numbers of images, for what looks at a stream in its course
 
 
 def recipe_of(dataset: Dataset) -> Recipe | None:

@@ -9,10 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from testtime.experiments.catalogue import Experiment, Row
 from testtime.experiments.cells import CHUNK
 from testtime.experiments.lab import Record
-from testtime.experiments.plan import Columns, Plans, recipe_of
+from testtime.experiments.plan import Columns, Work, recipe_of
 from testtime.experiments.tables import Sheet, described
 from testtime.files import parse_json, write_atomic
 from testtime.ops import unit
@@ -38,27 +37,24 @@ class Held(NamedTuple):
     places: Tensor  # (n,) its image's place in the stream
 
 
-def run(
-    name: str,
-    experiment: Experiment,
-    plans: Plans,
-    columns: Columns,
-    rows: Sequence[Row],
-    moments: Sequence[int] | None = None,
-) -> Record:
+def run(work: Work) -> Record:
     """The queues' features at each moment with their places on a map, kept in a file once made.
 
     Moments are numbers of images; the shares of the stream that the paper's figure has, if left out. There is one plan,
     one dataset and one row.
     """
-    ((plan,), (dataset,), (row,)) = plans.values(), columns.values(), rows
+    ((plan,), (dataset,), (row,)) = work.plans.values(), work.columns.values(), work.rows
     if isinstance(plan, str) or isinstance(dataset, str):
         raise InputError(plan if isinstance(plan, str) else str(dataset))
     lab, made = plan.lab(dataset), plan.cells(row, dataset, recipe_of(dataset))
     if isinstance(made, str):
         raise InputError(made)
     cell, images = made[0], len(lab.indices)
-    chosen = sorted({max(1, round(share * images)) for share in SHARES}) if moments is None else sorted(set(moments))
+    chosen = (
+        sorted({max(1, round(share * images)) for share in SHARES})
+        if work.moments is None
+        else sorted(set(work.moments))
+    )
     if not chosen or chosen[0] < 1 or chosen[-1] > images:
         raise InputError(f"Moments {chosen}: give numbers of images from 1 to {images}.")
     path = lab.path(cell).with_name(f"map-{'-'.join(map(str, chosen))}-{lab.path(cell).name}")
@@ -72,8 +68,8 @@ def run(
     labels, places = lab.labels_of(store)[order], lab.rows(store)
     coloured = torch.randperm(task.classes, generator=torch.Generator().manual_seed(cell.seed))[:COLOURED]
     result = {
-        "bench": name,
-        "title": experiment.title,
+        "bench": work.name,
+        "title": work.experiment.title,
         "facts": lab.facts(cell) | {"text": described(cell.text.facts())},
         "moments": [_scored(moment, labels) for moment in held],
         "maps": _placed(held, [places[i] for i in order.tolist()], cell.seed),

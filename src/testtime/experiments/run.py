@@ -14,7 +14,7 @@ from testtime import registry
 from testtime.datasets import Dataset, find_dataset
 from testtime.experiments.catalogue import EXPERIMENTS, Experiment, Row
 from testtime.experiments.lab import Record
-from testtime.experiments.plan import Columns, Plans
+from testtime.experiments.plan import Columns, Plans, Work
 from testtime.experiments.tables import Sheet, markdown
 from testtime.files import write_atomic
 from testtime.report.page import Section, html
@@ -26,16 +26,8 @@ ASKED = "chooses a setting with the test labels; to see what it gives: --row '{}
 class Measure(Protocol):
     """What a module of this room offers that an experiment names as its measure."""
 
-    def run(
-        self,
-        name: str,
-        experiment: Experiment,
-        plans: Plans,
-        columns: Columns,
-        rows: Sequence[Row],
-        moments: Sequence[int] | None = None,
-    ) -> Record:
-        """The result of these rows, as plain data."""
+    def run(self, work: Work) -> Record:
+        """The result as plain data."""
 
     def sheets(self, result: Record) -> list[Sheet]:
         """The result as tables of text."""
@@ -94,7 +86,7 @@ def run_experiment(
     """
     experiment = find_experiment(name)
     plans = {encoder: plan if isinstance(plan, str) else plan.of(experiment) for encoder, plan in plans.items()}
-    return measure_of(experiment).run(name, experiment, plans, columns, kept(experiment, keep), moments)
+    return measure_of(experiment).run(Work(name, experiment, plans, columns, kept(experiment, keep), moments))
 
 
 def kept(experiment: Experiment, keep: Sequence[str] | None) -> list[Row]:

@@ -10,7 +10,7 @@ from testtime.experiments import recipes
 from testtime.experiments.catalogue import Experiment, Row, evaluation
 from testtime.experiments.cells import costs, run_cells
 from testtime.experiments.lab import NOT_RUN, Cell, Lab, Record
-from testtime.experiments.plan import Columns, Plan, Plans, recipe_of
+from testtime.experiments.plan import Plan, Plans, Work, recipe_of
 from testtime.experiments.recipes import Recipe
 from testtime.experiments.tables import remarks as remarks  # with the next two, how a measure is shown
 from testtime.experiments.tables import section as section
@@ -21,26 +21,20 @@ SAME = "same dataset and backbone"
 KEPT = ("images", "skipped", "classes", "views", "augmix", "settings", "text")  # of the first seed's cell
 
 
-def run(
-    name: str,
-    experiment: Experiment,
-    plans: Plans,
-    columns: Columns,
-    rows: Sequence[Row],
-    moments: Sequence[int] | None = None,
-) -> Record:
-    """These rows of an experiment, for each encoder and dataset."""
-    if moments is not None:
-        raise InputError(f"'{name}' looks at whole streams, and at no moments in them; leave out --after.")
+def run(work: Work) -> Record:
+    """A record for each row, encoder and dataset."""
+    experiment, plans, columns = work.experiment, work.plans, work.columns
+    if work.moments is not None:
+        raise InputError(f"'{work.name}' looks at whole streams, and at no moments in them; leave out --after.")
     return {
-        "bench": name,
+        "bench": work.name,
         "title": experiment.title,
         "table": experiment.table,
         "axes": list(experiment.axes),
         "note": experiment.note,
         "columns": list(columns),
         "facts": next((plan.facts() for plan in plans.values() if not isinstance(plan, str)), {}),
-        "rows": list(_rows(experiment, plans, columns.items(), rows)),
+        "rows": list(_rows(experiment, plans, columns.items(), work.rows)),
     }
 
 
