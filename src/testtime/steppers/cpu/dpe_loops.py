@@ -22,15 +22,19 @@ from testtime.steppers.cpu.gemm import across, product, product_of_transposed
 from testtime.steppers.cpu.loops import (
     Array,
     compiled,
+    dot_at,
     dot_rows,
     exp,
     filled,
     length_at,
+    length_of,
     log,
     push,
+    row_at,
+    row_loop,
     spike,
     spread,
-    total,
+    weighed,
 )
 
 
@@ -188,12 +192,19 @@ def _some(
 @compiled
 def _spikes(start: int, stop: int, room: Room) -> None:
     """Logits and their entropy for views whose products with prototypes are in `logits`, but for `factor`."""
+    factor, tops, totals, entropies, chance = (
+        room.factor,
+        room.top,
+        room.total,
+        room.entropy,
+        np.empty_like(room.factor),
+    )
     for v in range(start, stop):
         row = room.logits[v]
         for c in range(len(row)):
-            row[c] *= room.factor[c]
-        room.top[v], room.total[v], entropy = spike(row)
-        room.entropy[v] = 0 if entropy < NOTHING else entropy
+            row[c] *= factor[c]
+        tops[v], totals[v], entropy = spike(row, chance)
+        entropies[v] = 0 if entropy < NOTHING else entropy
 
 
 @compiled
@@ -246,57 +257,61 @@ def _repel(start: int, stop: int, visual: Side, seen: Array, room: Room, setting
             row[i] *= steep[i] * share
 
 
-@compiled
-def _nudged(start: Any, slope: Any, eps: Any, rate: Any) -> Any:
-    """A number of a prototype after one step of AdamW from a zero residual.
+@row_loop(sums=2)
+def _nudged(rows: Any, numbers: Any, sums: Any) -> Any:
+    """A prototype after one step of AdamW from a zero residual; its square, and its product with the probe.
 
     The slope is the pull, where there is one, plus the weighted feature, less what lies along the prototype, which
     turns nothing. `eps` is AdamW's in the slope's own units, times the prototype's length.
     """
-    return start - rate * slope / (abs(slope) + eps)
+    vectors, pull, feature, probe, out = rows
+    length, weight, along, eps, rate = numbers
+    start = vectors.load()
+    slope = length.fma(pull.load(), weight * feature.load()) - along * start
+    moved = start - rate * slope / (abs(slope) + eps)
+    out.store(moved)
+    return moved.fma(moved, sums[0]), moved.fma(probe.load(), sums[1])
+
+
+@compiled
+def _places(side: Side, room: Room, out: Array) -> tuple[int, ...]:
+    """What `_nudge` reads and writes: addresses, the bytes of a row of prototypes, and those of one of their pull."""
+    gap = side.vectors.strides[0]
+    if len(side.pull):
+        pull, pull_gap = row_at(side.pull, 0), gap
+    else:
+        pull, pull_gap = row_at(room.feature, 0), 0
+    return row_at(side.vectors, 0), pull, row_at(room.feature, 0), row_at(room.probe, 0), row_at(out, 0), gap, pull_gap
 
 
 @compiled
 def _nudge(
-    c: int,
-    vectors: Array,
-    pull: Array,
-    length: Any,
-    weight: Any,
-    cosine: Any,
-    feature: Array,
-    probe: Array,
-    soft: Any,
-    rate: Any,
-    out: Array,
+    c: int, places: tuple[int, ...], out: Array, length: Any, weight: Any, cosine: Any, soft: Any, rate: Any
 ) -> tuple[Any, Any]:
-    """`out` (1, D): prototype c nudged; one over its length, and its cosine with the probe (1, D)."""
-    eps, along = soft * length, weight * cosine
-    if len(pull):
-        along += dot_rows(vectors, c, pull, c)
-        along /= length
-        for d in range(out.shape[1]):
-            start = vectors[c, d]
-            out[0, d] = _nudged(start, length * pull[c, d] + weight * feature[d] - along * start, eps, rate)
-    else:
-        along /= length
-        for d in range(out.shape[1]):
-            start = vectors[c, d]
-            out[0, d] = _nudged(start, weight * feature[d] - along * start, eps, rate)
-    over = probe.dtype.type(1 / max(math.sqrt(dot_rows(out, 0, out, 0)), 1e-12))  # a zero row stays zero
-    return over, dot_rows(out, 0, probe, 0) * over
+    """`out` (D,): prototype c nudged; one over its length, and its cosine with the probe.
+
+    Where it lies is given by address: arrays in a tuple are each counted in and out of use, which costs as much.
+    """
+    vectors, pull, feature, probe, goal, gap, pull_gap = places
+    along, pulled, real = weight * cosine, out.dtype.type(0), out.dtype.type
+    vectors, pull = vectors + c * gap, pull + c * pull_gap
+    if pull_gap:
+        along, pulled = along + dot_at(vectors, pull, len(out), length), length
+    rows, numbers = (vectors, pull, feature, probe, goal), (pulled, weight, along / length, soft * length, rate)
+    square, product = _nudged(rows, len(out), numbers)
+    over = real(1 / max(math.sqrt(square), 1e-12))  # a zero row stays zero
+    return over, product * over
 
 
 @compiled
 def _again(start: int, stop: int, text: Side, room: Room, settings: Settings, soft: Any) -> None:
     """Nudged text prototypes, and their lengths."""
-    vectors, pull, length, weight, cosine = text.vectors, text.pull, text.length, text.weight, text.cosine
-    feature, probe, moved, rate = room.feature, room.probe.reshape(1, -1), room.moved, settings.lr_text
-    out = np.empty_like(probe)
+    out, length, weight, cosine = np.empty_like(room.probe), text.length, text.weight, text.cosine
+    places, rate = _places(text, room, out), settings.lr_text
     for c in range(start, stop):
-        over, _ = _nudge(c, vectors, pull, length[c], weight[c], cosine[c], feature, probe, soft, rate, out)
+        over, _ = _nudge(c, places, out, length[c], weight[c], cosine[c], soft, rate)
         room.length[c] = 1 / over
-        moved[c] = out[0]
+        room.moved[c] = out
 
 
 @compiled
@@ -304,15 +319,23 @@ def _by_visual(
     start: int, stop: int, visual: Side, height: Array, room: Room, settings: Settings, soft: Any, logits: Array
 ) -> None:
     """What nudged visual prototypes give to the logits (C,) of the probe."""
-    vectors, pull, length, weight, near = visual.vectors, visual.pull, visual.length, visual.weight, visual.cosine
-    feature, probe, rate = room.feature, room.probe.reshape(1, -1), settings.lr_visual
-    out = np.empty_like(probe)
-    one = probe.dtype.type(1)
+    out, length, weight, near = np.empty_like(room.probe), visual.length, visual.weight, visual.cosine
+    places, rate, beta, one = _places(visual, room, out), settings.lr_visual, settings.beta, out.dtype.type(1)
     for c in range(start, stop):
         logits[c] = 0
         if height[c] > 0:
-            _, cosine = _nudge(c, vectors, pull, length[c], weight[c], near[c], feature, probe, soft, rate, out)
-            logits[c] = height[c] * exp(settings.beta * (cosine - one))
+            _, cosine = _nudge(c, places, out, length[c], weight[c], near[c], soft, rate)
+            logits[c] = height[c] * exp(beta * (cosine - one))
+
+
+@row_loop(sums=1)
+def _moved(rows: Any, numbers: Any, sums: Any) -> Any:
+    """A prototype some way towards the nudged one, which is a factor too short; its square."""
+    (vectors, nudged, out), (share, over) = rows, numbers
+    start = vectors.load()
+    moved = start + share * (nudged.load() * over - start)
+    out.store(moved)
+    return (moved.fma(moved, sums[0]),)
 
 
 @compiled
@@ -321,20 +344,18 @@ def _by_text(start: int, stop: int, text: Side, room: Room, settings: Settings, 
 
     That is known once all logits are. But a nudged prototype is quicker to use twice than to make twice.
     """
-    vectors, pull, length, weight, near = text.vectors, text.pull, text.length, text.weight, text.cosine
-    feature, probe, rate = room.feature, room.probe.reshape(1, -1), settings.lr_text
-    out = np.empty_like(probe)
-    evolved, evolved_length, share, one = text.evolved, text.evolved_length, room.share[0], probe.dtype.type(1)
+    out, length, weight, near = np.empty_like(room.probe), text.length, text.weight, text.cosine
+    places, rate, scale, one = _places(text, room, out), settings.lr_text, settings.scale, out.dtype.type(1)
+    vectors, evolved, evolved_length, share = text.vectors, text.evolved, text.evolved_length, room.share[0]
     for c in range(start, stop):
-        over, cosine = _nudge(c, vectors, pull, length[c], weight[c], near[c], feature, probe, soft, rate, out)
-        logits[c] += settings.scale * cosine
+        over, cosine = _nudge(c, places, out, length[c], weight[c], near[c], soft, rate)
+        logits[c] += scale * cosine
         if len(evolved):
-            for d in range(out.shape[1]):
-                evolved[c, d] = vectors[c, d] + share * (out[0, d] * over - vectors[c, d])
-            evolved_length[c] = length_at(evolved, c)
+            rows = row_at(vectors, c), row_at(out, 0), row_at(evolved, c)
+            evolved_length[c] = length_of(_moved(rows, len(out), (share, over))[0])
             if settings.renormalise:
                 over = one / evolved_length[c]
-                for d in range(out.shape[1]):
+                for d in range(len(out)):
                     evolved[c, d] *= over
                 evolved_length[c] = length_at(evolved, c)
 
@@ -370,10 +391,11 @@ def confident(views: Array, length: Array, run: Run, room: Room, settings: Setti
             votes[c] += exp(row[c] - top) * vote
         for d in range(len(view)):
             feature[d] += view[d] * part
-    whole = total(votes)  # what it misses of 1 by rounding would be as large as a small entropy
     for c in range(len(votes)):
-        room.factor[c] = votes[c] * log(votes[c])
-    return math.log(whole) - total(room.factor) / whole
+        room.factor[c] = log(votes[c])
+    # what the whole misses of 1 by rounding would be as large as a small entropy
+    whole, weighted = weighed(votes, room.factor, part - part)
+    return math.log(whole) - weighted / whole
 
 
 @compiled
@@ -443,7 +465,7 @@ def slopes(run: Run, room: Room, settings: Settings, steepness: Any) -> None:
         text.cosine[c] = room.logit[c] / settings.scale
         visual.weight[c] = run.height[c] * exp(settings.beta * (visual.cosine[c] - one))
         log_p[c] = room.logit[c] + visual.weight[c]
-    top, whole, entropy = spike(log_p)
+    top, whole, entropy = spike(log_p, room.factor)
     rest = top + math.log(whole)
     for c in range(len(log_p)):
         log = log_p[c] - rest
@@ -505,7 +527,7 @@ def settle(soft: Any, run: Run, room: Room, settings: Settings, logits: Array) -
     # visual prototypes were read last, and text prototypes are read next: so each are found in the cache
     rows(BY_VISUAL, len(logits), run, room, settings, soft, logits)
     rows(BY_TEXT, len(logits), run, room, settings, soft, logits)
-    entropy = spike(logits)[2]
+    entropy = spike(logits, room.factor)[2]
     return settings.evolves and (entropy * settings.per_nat < settings.threshold) == settings.keeps_below
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -152,6 +152,149 @@ def _ln2(real: Any) -> tuple[Any, Any]:
     return real(high), real(-2.12194440054690583e-4 if single else 1.42860682030941723212e-6)
 
 
+class Lanes:
+    """A number, or a vector of them side by side, while a loop is built: what is done to it becomes instructions."""
+
+    def __init__(self, builder: Any, value: Any) -> None:
+        self.builder, self.value = builder, value
+
+    def __add__(self, other: Lanes) -> Lanes:
+        return Lanes(self.builder, self.builder.fadd(self.value, other.value))
+
+    def __sub__(self, other: Lanes) -> Lanes:
+        return Lanes(self.builder, self.builder.fsub(self.value, other.value))
+
+    def __mul__(self, other: Lanes) -> Lanes:
+        return Lanes(self.builder, self.builder.fmul(self.value, other.value))
+
+    def __truediv__(self, other: Lanes) -> Lanes:
+        return Lanes(self.builder, self.builder.fdiv(self.value, other.value))
+
+    def __abs__(self) -> Lanes:
+        return self._call("fabs")
+
+    def fma(self, by: Lanes, plus: Lanes) -> Lanes:
+        """self * by + plus, rounded once."""
+        return self._call("fma", by, plus)
+
+    def double(self) -> Lanes:
+        """In double precision."""
+        kind = _lanes(ir.DoubleType(), getattr(self.value.type, "count", 1))
+        return self if kind == self.value.type else Lanes(self.builder, self.builder.fpext(self.value, kind))
+
+    def _call(self, name: str, *others: Lanes) -> Lanes:
+        kind, values = self.value.type, [self.value, *(other.value for other in others)]
+        count = f"v{kind.count}" if isinstance(kind, ir.VectorType) else ""
+        digits = 32 if ir.FloatType() in (kind, getattr(kind, "element", kind)) else 64
+        form = ir.FunctionType(kind, [kind] * len(values))
+        function = cgutils.get_or_insert_function(self.builder.module, form, f"llvm.{name}.{count}f{digits}")
+        return Lanes(self.builder, self.builder.call(function, values))
+
+
+def _lanes(real: Any, count: int) -> Any:
+    """The type of `count` numbers side by side."""
+    return ir.VectorType(real, count) if count > 1 else real
+
+
+class Place(NamedTuple):
+    """Where the lanes of a row lie that a loop is at."""
+
+    builder: Any
+    pointer: Any
+
+    def load(self) -> Lanes:
+        """What lies there."""
+        return Lanes(self.builder, self.builder.load(self.pointer, align=4))
+
+    def store(self, lanes: Lanes) -> None:
+        """Put it there."""
+        self.builder.store(lanes.value, self.pointer, align=4)
+
+
+def row_loop(sums: int, double: bool = False) -> Callable[[Callable[..., Any]], Any]:
+    """Make a function for compiled loops, `(addresses, count, numbers) -> sums`, of what it does at one place.
+
+    That is `body(rows, numbers, sums)`, given places, lanes and the sums so far, as lanes; it returns these sums with
+    more added. They are in `double`, or in the precision of the numbers. What it says becomes vector instructions
+    as it stands, since a compiler may make such of a sum only by taking it in its own order: `SUMS` vectors side by
+    side, then these, then what is left over.
+    """
+
+    def made(body: Callable[..., Any]) -> Any:
+        @intrinsic
+        def loop(typingctx: Any, addresses: Any, count: Any, numbers: Any) -> Any:
+            result = types.float64 if double else numbers.dtype
+
+            def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+                length, real = arguments[1], context.get_value_type(numbers.dtype)
+                starts = [
+                    builder.inttoptr(address, real.as_pointer())
+                    for address in cgutils.unpack_tuple(builder, arguments[0])
+                ]
+                scalars = cgutils.unpack_tuple(builder, arguments[2])
+                kind = context.get_value_type(result)
+                width = 8 if kind == ir.FloatType() else 4
+
+                def at(index: Any, count: int, before: list[Any]) -> list[Any]:
+                    """The sums after the lanes at an index."""
+                    pointers = (builder.gep(start, [index]) for start in starts)
+                    pointers = (builder.bitcast(place, _lanes(real, count).as_pointer()) for place in pointers)
+                    rows = [Place(builder, place) for place in pointers]
+                    values = [Lanes(builder, _repeated(builder, value, count)) for value in scalars]
+                    return [after.value for after in body(rows, values, [Lanes(builder, value) for value in before])]
+
+                zero = ir.Constant(_lanes(kind, width), [0.0] * width)
+                places = [[cgutils.alloca_once_value(builder, zero) for _ in range(sums)] for _ in range(SUMS)]
+                block = ir.Constant(length.type, SUMS * width)
+                blocks = builder.sdiv(length, block)
+                with cgutils.for_range(builder, blocks) as each:
+                    base = builder.mul(each.index, block)
+                    for side, kept in enumerate(places):
+                        index = builder.add(base, ir.Constant(length.type, side * width))
+                        for place, value in zip(kept, at(index, width, [*map(builder.load, kept)]), strict=True):
+                            builder.store(value, place)
+                totals = [
+                    cgutils.alloca_once_value(builder, _folded(builder, [*map(builder.load, column)]))
+                    for column in zip(*places, strict=True)
+                ]
+                rest = cgutils.for_range_slice(builder, builder.mul(blocks, block), length, ir.Constant(length.type, 1))
+                with rest as (index, _):
+                    for place, value in zip(totals, at(index, 1, [*map(builder.load, totals)]), strict=True):
+                        builder.store(value, place)
+                return context.make_tuple(builder, signature.return_type, [*map(builder.load, totals)])
+
+            return types.UniTuple(result, sums)(addresses, count, numbers), build
+
+        return loop
+
+    return made
+
+
+def _repeated(builder: Any, value: Any, count: int) -> Any:
+    """A number in every one of `count` lanes."""
+    if count == 1:
+        return value
+    places, kind = ir.IntType(32), ir.VectorType(value.type, count)
+    first = builder.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(places, 0))
+    return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(places, count), [0] * count))
+
+
+def _folded(builder: Any, vectors: list[Any]) -> Any:
+    """The sum of all lanes of vectors: of every two of them, then of each half and the other."""
+    while len(vectors) > 1:
+        vectors = [builder.fadd(x, y) for x, y in zip(vectors[::2], vectors[1::2], strict=True)]
+    (whole,), places = vectors, ir.IntType(32)
+    half = whole.type.count // 2
+    while half:
+        kind = ir.VectorType(places, half)
+        low, high = (
+            builder.shuffle_vector(whole, whole, ir.Constant(kind, [*range(start, start + half)]))
+            for start in (0, half)
+        )
+        whole, half = builder.fadd(low, high), half // 2
+    return builder.extract_element(whole, ir.Constant(places, 0))
+
+
 @intrinsic
 def fma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
     """a * b + c, rounded once."""
@@ -243,97 +386,31 @@ def _largest(row: Any) -> Any:
     return of
 
 
-def _summed(builder: Any, length: Any, real: Any, width: int, more: Any, last: Any) -> Any:
-    """IR that sums numbers of type `real`, `SUMS * width` side by side, then these, then what is left over.
+@row_loop(sums=1)
+def _dot(rows: Any, numbers: Any, sums: Any) -> Any:
+    one, other = rows
+    return (one.load().fma(other.load(), sums[0]),)
 
-    Vector instructions written out, since a compiler may make them of a sum only by taking it in its own order.
-    `more(index, sums)` adds a vector's worth of numbers to a vector of sums, and `last(index, sum)` one to one.
+
+@compiled
+def row_at(rows: Array, place: int) -> Any:
+    """The address of a row of a matrix; of a vector, with place 0.
+
+    Loops take matrices whole: a row of its own would be counted in and out of use, which costs as much as the row does.
     """
-    wide, whole = ir.VectorType(real, width), ir.Constant(length.type, SUMS * width)
-    blocks = builder.sdiv(length, whole)
-    sums = [cgutils.alloca_once_value(builder, ir.Constant(wide, [0.0] * width)) for _ in range(SUMS)]
-    with cgutils.for_range(builder, blocks) as loop:
-        base = builder.mul(loop.index, whole)
-        for number, place in enumerate(sums):
-            index = builder.add(base, ir.Constant(length.type, number * width))
-            builder.store(more(index, builder.load(place)), place)
-    rows = [builder.load(place) for place in sums]
-    while len(rows) > 1:
-        rows = [builder.fadd(x, y) for x, y in zip(rows[::2], rows[1::2], strict=True)]
-    lanes = [builder.extract_element(rows[0], ir.Constant(ir.IntType(32), lane)) for lane in range(width)]
-    total = lanes[0]
-    for lane in lanes[1:]:
-        total = builder.fadd(total, lane)
-    result = cgutils.alloca_once_value(builder, total)
-    rest = cgutils.for_range_slice(builder, builder.mul(blocks, whole), length, ir.Constant(length.type, 1))
-    with rest as (index, _):
-        builder.store(last(index, builder.load(result)), result)
-    return builder.load(result)
+    return np.intp(rows.ctypes.data) + place * rows.strides[0]
 
 
-def _reader(builder: Any, address: Any, real: Any) -> Any:
-    """IR that loads a number, or a vector of them, at an index from an address."""
-    start, size = builder.inttoptr(address, real.as_pointer()), 4 if real == ir.FloatType() else 8
-
-    def load(index: Any, kind: Any = real) -> Any:
-        return builder.load(builder.bitcast(builder.gep(start, [index]), kind.as_pointer()), align=size)
-
-    return load
-
-
-@intrinsic
-def _dot(typingctx: Any, one: Any, other: Any, count: Any, zero: Any) -> Any:
-    """The product of two vectors of `count` numbers at two addresses, each of the kind of `zero`."""
-
-    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        real, width = context.get_value_type(zero), 8 if zero == types.float32 else 4
-        wide = ir.VectorType(real, width)
-        name = f"llvm.fma.v{width}f{32 if width == 8 else 64}"
-        fused = cgutils.get_or_insert_function(builder.module, ir.FunctionType(wide, [wide] * 3), name)
-        sides = [_reader(builder, address, real) for address in arguments[:2]]
-
-        def more(index: Any, sums: Any) -> Any:
-            return builder.call(fused, [*(load(index, wide) for load in sides), sums])
-
-        def last(index: Any, total: Any) -> Any:
-            return builder.fma(*(load(index) for load in sides), total)
-
-        return _summed(builder, arguments[2], real, width, more, last)
-
-    return zero(types.intp, types.intp, types.intp, zero), build
-
-
-@intrinsic
-def _total(typingctx: Any, one: Any, count: Any, zero: Any) -> Any:
-    """The sum in double of `count` numbers at an address, each of the kind of `zero`."""
-
-    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        real, double, width = context.get_value_type(zero), ir.DoubleType(), 4
-        load, single = _reader(builder, arguments[0], real), real == ir.FloatType()
-
-        def longer(value: Any, kind: Any) -> Any:
-            return builder.fpext(value, kind) if single else value
-
-        def more(index: Any, sums: Any) -> Any:
-            value = load(index, ir.VectorType(real, width))
-            return builder.fadd(sums, longer(value, ir.VectorType(double, width)))
-
-        def last(index: Any, total: Any) -> Any:
-            return builder.fadd(total, longer(load(index), double))
-
-        return _summed(builder, arguments[1], double, width, more, last)
-
-    return types.float64(types.intp, types.intp, zero), build
+@compiled
+def dot_at(one: int, other: int, count: int, like: Any) -> Any:
+    """The product of two vectors of `count` numbers at two addresses, in the precision of `like`."""
+    return _dot((one, other), count, (like,))[0]
 
 
 @compiled
 def dot_rows(one: Array, i: int, other: Array, j: int) -> Any:
-    """The product of a row of one matrix with a row of another.
-
-    Matrices are taken whole: a row of its own would be counted in and out of use, which costs as much as the row does.
-    """
-    zero, count = one.dtype.type(0), one.shape[1]
-    return _dot(one.ctypes.data + i * one.strides[0], other.ctypes.data + j * other.strides[0], count, zero)
+    """The product of a row of one matrix with a row of another."""
+    return dot_at(row_at(one, i), row_at(other, j), one.shape[1], one.dtype.type(0))
 
 
 @compiled
@@ -343,31 +420,43 @@ def dot(one: Array, other: Array) -> Any:
 
 
 @compiled
-def length_at(rows: Array, place: int) -> Any:
+def length_of(square: Any) -> float:
+    """A length by its square; 1 for a zero row."""
+    return math.sqrt(square) if square > 0 else 1.0
+
+
+@compiled
+def length_at(rows: Array, place: int) -> float:
     """The length of a row of a matrix; 1 for a zero row."""
-    square = dot_rows(rows, place, rows, place)
-    return rows.dtype.type(math.sqrt(square)) if square > 0 else rows.dtype.type(1)
+    return length_of(dot_rows(rows, place, rows, place))
+
+
+@row_loop(sums=2, double=True)
+def _weighed(rows: Any, numbers: Any, sums: Any) -> Any:
+    (chance, value), (top,) = (row.load() for row in rows), numbers
+    return sums[0] + chance.double(), sums[1] + (chance * (value - top)).double()
 
 
 @compiled
-def total(numbers: Array) -> float:
-    """The sum of numbers (N,), in double."""
-    return _total(numbers.ctypes.data, len(numbers), numbers.dtype.type(0))
+def weighed(chances: Array, values: Array, top: Any) -> tuple[float, float]:
+    """The sum of chances (C,), and that of chances times values less `top`; both in double.
+
+    Where one class has nearly all, an entropy is a small difference.
+    """
+    return _weighed((row_at(chances, 0), row_at(values, 0)), len(chances), (top,))
 
 
 @compiled
-def spike(logits: Array) -> tuple[Any, float, float]:
+def spike(logits: Array, chance: Array) -> tuple[Any, float, float]:
     """The largest logit (C,), the sum of exponentials under it, and the entropy of the softmax in nats.
 
-    Sums are taken in double: where one class has nearly all, the entropy is a small difference.
+    `chance` (C,) is a scratch buffer.
     """
     top = largest(logits)
-    chance, weighted = np.empty((2, len(logits)), logits.dtype)
     for c in range(len(logits)):
         chance[c] = exp(logits[c] - top)
-        weighted[c] = chance[c] * (logits[c] - top)
-    whole = total(chance)
-    return top, whole, math.log(whole) - total(weighted) / whole
+    whole, weighted = weighed(chance, logits, top)
+    return top, whole, math.log(whole) - weighted / whole
 
 
 @compiled
