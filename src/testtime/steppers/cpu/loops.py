@@ -9,27 +9,25 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from llvmlite import ir
 from numba import config, get_num_threads, njit, set_num_threads, types
-from numba.core import cgutils
-from numba.extending import intrinsic, overload
+from numba.extending import overload
 from numpy.typing import NDArray
 from torch import Tensor
 
 from testtime.capture import warn_once
 from testtime.ops import NOTHING
 from testtime.steppers import ALIGNMENT, example, laid
+from testtime.steppers.cpu.lanes import fma, row_loop
 from testtime.types import Task
 
 Array = NDArray[Any]
 
-SUMS = 4  # vectors of sums side by side, as many as hide what an addition takes
 LINE = ALIGNMENT  # bytes of a cache line
 
 # Every operation rounds for itself, in the order that is written: no `fastmath`. A function is compiled more than once,
@@ -122,7 +120,7 @@ class ByImage:
 
     def step(self, views: Tensor) -> tuple[Tensor, Tensor]:
         logits, learned = self._step(laid(views), False)
-        return logits, torch.tensor(learned)
+        return logits, torch.as_tensor(learned)
 
     def scan(self, stream: Tensor) -> Tensor:
         return torch.stack([self.step(views)[0] for views in stream], 1)
@@ -133,7 +131,7 @@ class ByImage:
     def warm_up(self, views: int) -> None:
         self.peek(example(self.task, views))
 
-    def _step(self, views: Tensor, looks: bool) -> tuple[Tensor, list[bool]]:
+    def _step(self, views: Tensor, looks: bool) -> tuple[Tensor, list[bool] | Tensor]:
         """Logits (S, C) and which runs learned; where it only `looks`, the state is left as it was."""
         raise NotImplementedError
 
@@ -150,159 +148,6 @@ def _ln2(real: Any) -> tuple[Any, Any]:
     single = real is np.float32
     high = 0.693359375 if single else 0.693145751953125
     return real(high), real(-2.12194440054690583e-4 if single else 1.42860682030941723212e-6)
-
-
-class Lanes:
-    """A number, or a vector of them side by side, while a loop is built: what is done to it becomes instructions."""
-
-    def __init__(self, builder: Any, value: Any) -> None:
-        self.builder, self.value = builder, value
-
-    def __add__(self, other: Lanes) -> Lanes:
-        return Lanes(self.builder, self.builder.fadd(self.value, other.value))
-
-    def __sub__(self, other: Lanes) -> Lanes:
-        return Lanes(self.builder, self.builder.fsub(self.value, other.value))
-
-    def __mul__(self, other: Lanes) -> Lanes:
-        return Lanes(self.builder, self.builder.fmul(self.value, other.value))
-
-    def __truediv__(self, other: Lanes) -> Lanes:
-        return Lanes(self.builder, self.builder.fdiv(self.value, other.value))
-
-    def __abs__(self) -> Lanes:
-        return self._call("fabs")
-
-    def fma(self, by: Lanes, plus: Lanes) -> Lanes:
-        """self * by + plus, rounded once."""
-        return self._call("fma", by, plus)
-
-    def double(self) -> Lanes:
-        """In double precision."""
-        kind = _lanes(ir.DoubleType(), getattr(self.value.type, "count", 1))
-        return self if kind == self.value.type else Lanes(self.builder, self.builder.fpext(self.value, kind))
-
-    def _call(self, name: str, *others: Lanes) -> Lanes:
-        kind, values = self.value.type, [self.value, *(other.value for other in others)]
-        count = f"v{kind.count}" if isinstance(kind, ir.VectorType) else ""
-        digits = 32 if ir.FloatType() in (kind, getattr(kind, "element", kind)) else 64
-        form = ir.FunctionType(kind, [kind] * len(values))
-        function = cgutils.get_or_insert_function(self.builder.module, form, f"llvm.{name}.{count}f{digits}")
-        return Lanes(self.builder, self.builder.call(function, values))
-
-
-def _lanes(real: Any, count: int) -> Any:
-    """The type of `count` numbers side by side."""
-    return ir.VectorType(real, count) if count > 1 else real
-
-
-class Place(NamedTuple):
-    """Where the lanes of a row lie that a loop is at."""
-
-    builder: Any
-    pointer: Any
-
-    def load(self) -> Lanes:
-        """What lies there."""
-        return Lanes(self.builder, self.builder.load(self.pointer, align=4))
-
-    def store(self, lanes: Lanes) -> None:
-        """Put it there."""
-        self.builder.store(lanes.value, self.pointer, align=4)
-
-
-def row_loop(sums: int, double: bool = False) -> Callable[[Callable[..., Any]], Any]:
-    """Make a function for compiled loops, `(addresses, count, numbers) -> sums`, of what it does at one place.
-
-    That is `body(rows, numbers, sums)`, given places, lanes and the sums so far, as lanes; it returns these sums with
-    more added. They are in `double`, or in the precision of the numbers. What it says becomes vector instructions
-    as it stands, since a compiler may make such of a sum only by taking it in its own order: `SUMS` vectors side by
-    side, then these, then what is left over.
-    """
-
-    def made(body: Callable[..., Any]) -> Any:
-        @intrinsic
-        def loop(typingctx: Any, addresses: Any, count: Any, numbers: Any) -> Any:
-            result = types.float64 if double else numbers.dtype
-
-            def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-                length, real = arguments[1], context.get_value_type(numbers.dtype)
-                starts = [
-                    builder.inttoptr(address, real.as_pointer())
-                    for address in cgutils.unpack_tuple(builder, arguments[0])
-                ]
-                scalars = cgutils.unpack_tuple(builder, arguments[2])
-                kind = context.get_value_type(result)
-                width = 8 if kind == ir.FloatType() else 4
-
-                def at(index: Any, count: int, before: list[Any]) -> list[Any]:
-                    """The sums after the lanes at an index."""
-                    pointers = (builder.gep(start, [index]) for start in starts)
-                    pointers = (builder.bitcast(place, _lanes(real, count).as_pointer()) for place in pointers)
-                    rows = [Place(builder, place) for place in pointers]
-                    values = [Lanes(builder, _repeated(builder, value, count)) for value in scalars]
-                    return [after.value for after in body(rows, values, [Lanes(builder, value) for value in before])]
-
-                zero = ir.Constant(_lanes(kind, width), [0.0] * width)
-                places = [[cgutils.alloca_once_value(builder, zero) for _ in range(sums)] for _ in range(SUMS)]
-                block = ir.Constant(length.type, SUMS * width)
-                blocks = builder.sdiv(length, block)
-                with cgutils.for_range(builder, blocks) as each:
-                    base = builder.mul(each.index, block)
-                    for side, kept in enumerate(places):
-                        index = builder.add(base, ir.Constant(length.type, side * width))
-                        for place, value in zip(kept, at(index, width, [*map(builder.load, kept)]), strict=True):
-                            builder.store(value, place)
-                totals = [
-                    cgutils.alloca_once_value(builder, _folded(builder, [*map(builder.load, column)]))
-                    for column in zip(*places, strict=True)
-                ]
-                rest = cgutils.for_range_slice(builder, builder.mul(blocks, block), length, ir.Constant(length.type, 1))
-                with rest as (index, _):
-                    for place, value in zip(totals, at(index, 1, [*map(builder.load, totals)]), strict=True):
-                        builder.store(value, place)
-                return context.make_tuple(builder, signature.return_type, [*map(builder.load, totals)])
-
-            return types.UniTuple(result, sums)(addresses, count, numbers), build
-
-        return loop
-
-    return made
-
-
-def _repeated(builder: Any, value: Any, count: int) -> Any:
-    """A number in every one of `count` lanes."""
-    if count == 1:
-        return value
-    places, kind = ir.IntType(32), ir.VectorType(value.type, count)
-    first = builder.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(places, 0))
-    return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(places, count), [0] * count))
-
-
-def _folded(builder: Any, vectors: list[Any]) -> Any:
-    """The sum of all lanes of vectors: of every two of them, then of each half and the other."""
-    while len(vectors) > 1:
-        vectors = [builder.fadd(x, y) for x, y in zip(vectors[::2], vectors[1::2], strict=True)]
-    (whole,), places = vectors, ir.IntType(32)
-    half = whole.type.count // 2
-    while half:
-        kind = ir.VectorType(places, half)
-        low, high = (
-            builder.shuffle_vector(whole, whole, ir.Constant(kind, [*range(start, start + half)]))
-            for start in (0, half)
-        )
-        whole, half = builder.fadd(low, high), half // 2
-    return builder.extract_element(whole, ir.Constant(places, 0))
-
-
-@intrinsic
-def fma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
-    """a * b + c, rounded once."""
-
-    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.fma(*arguments)
-
-    return a(a, a, a), build
 
 
 def exp(x: float) -> float:
@@ -388,8 +233,7 @@ def _largest(row: Any) -> Any:
 
 @row_loop(sums=1)
 def _dot(rows: Any, numbers: Any, sums: Any) -> Any:
-    one, other = rows
-    return (one.load().fma(other.load(), sums[0]),)
+    return None, (rows[0].fma(rows[1], sums[0]),)
 
 
 @compiled
@@ -408,15 +252,9 @@ def dot_at(one: int, other: int, count: int, like: Any) -> Any:
 
 
 @compiled
-def dot_rows(one: Array, i: int, other: Array, j: int) -> Any:
-    """The product of a row of one matrix with a row of another."""
-    return dot_at(row_at(one, i), row_at(other, j), one.shape[1], one.dtype.type(0))
-
-
-@compiled
 def dot(one: Array, other: Array) -> Any:
-    """The product of two vectors."""
-    return dot_rows(one.reshape(1, -1), 0, other.reshape(1, -1), 0)
+    """The product of two vectors; what lies scattered is refused when it is compiled."""
+    return dot_at(row_at(one.reshape(1, -1), 0), row_at(other.reshape(1, -1), 0), len(one), one.dtype.type(0))
 
 
 @compiled
@@ -428,13 +266,23 @@ def length_of(square: Any) -> float:
 @compiled
 def length_at(rows: Array, place: int) -> float:
     """The length of a row of a matrix; 1 for a zero row."""
-    return length_of(dot_rows(rows, place, rows, place))
+    row = row_at(rows, place)
+    return length_of(dot_at(row, row, rows.shape[1], rows.dtype.type(0)))
+
+
+@compiled
+def lengths(rows: Array) -> Array:
+    """The lengths (C,) of the rows of a matrix; 1 for a zero row."""
+    found = np.empty(len(rows), rows.dtype)
+    for c in range(len(rows)):
+        found[c] = length_at(rows, c)
+    return found
 
 
 @row_loop(sums=2, double=True)
 def _weighed(rows: Any, numbers: Any, sums: Any) -> Any:
-    (chance, value), (top,) = (row.load() for row in rows), numbers
-    return sums[0] + chance.double(), sums[1] + (chance * (value - top)).double()
+    (chance, value), (top,) = rows, numbers
+    return None, (sums[0] + chance.double(), sums[1] + (chance * (value - top)).double())
 
 
 @compiled
