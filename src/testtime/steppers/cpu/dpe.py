@@ -63,9 +63,11 @@ class Stepper(ByImage):
         """Logits (S, N, C), and whether each run learned from each image (S, N)."""
         images = stream.numpy()
         logits = np.empty((len(self.runs), len(images), self.task.classes), images.dtype)
+        learned = np.empty(logits.shape[:2], bool)
         # one run after the other, so that its state stays in the cache
-        learned = [run.scan(images, rows, looks) for run, rows in zip(self.runs, logits, strict=True)]
-        return torch.from_numpy(logits), torch.from_numpy(np.stack(learned))
+        for run, rows, taken in zip(self.runs, logits, learned, strict=True):
+            run.scan(images, rows, taken, looks)
+        return torch.from_numpy(logits), torch.from_numpy(learned)
 
 
 class Run:
@@ -110,9 +112,9 @@ class Run:
         """Scratch buffers of these shapes."""
         return {name: aligned(*shape, dtype=self.real) for name, shape in shapes.items()}
 
-    def scan(self, stream: Array, logits: Array, looks: bool = False) -> Array:
-        """Fill `logits` (N, C) for the unit views of N images (N, V, D); whether each was learned from (N,)."""
-        learned, (_, views, _) = np.empty(len(stream), bool), stream.shape
+    def scan(self, stream: Array, logits: Array, learned: Array, looks: bool) -> None:
+        """Fill the logits (N, C) for the unit views of N images (N, V, D), and whether each was `learned` from (N,)."""
+        views = stream.shape[1]
         if len(self.room.logits) != views:
             shapes = {"logits": (views, logits.shape[1]), **dict.fromkeys(("entropy", "top", "total"), (views,))}
             self.room = self.room._replace(**self._arrays(shapes))
@@ -130,7 +132,6 @@ class Run:
         if (self.run.updates[0] - updates) % 2:
             self.run = self.run._replace(text=dpe_loops.evolved.py_func(self.run.text))
         self.whole = True
-        return learned
 
     def state(self) -> State:
         """The state reached; a copy."""
