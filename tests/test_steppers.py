@@ -394,7 +394,7 @@ def test_matrices_that_compiled_loops_multiply_begin_with_a_line_of_the_cache(se
         evolutions.add(int(run.run.updates[0]) % 2)
         # what holds one number for each class never is a factor, and begins anywhere
         matrices = [(name, array) for name, array in arrays(run.run) if array.ndim > 1]
-        for name, array in [*matrices, *arrays(run.room), *arrays(run.kept)]:
+        for name, array in [*matrices, *arrays(run.room)]:
             assert not array.size or (array.ctypes.data % ALIGNMENT == 0 and array.flags.c_contiguous), name
     assert evolutions == {0, 1}  # text prototypes change places with those they evolve to
 

@@ -13,7 +13,6 @@ Nothing here depends on the past except through the state, so a run that is save
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,10 +21,10 @@ from torch import Tensor
 from testtime import ops
 from testtime.bank import Bank
 from testtime.methods.dpe import DPE, State
-from testtime.steppers import example, forms, laid, laid_rows
+from testtime.steppers import forms, laid_rows
 from testtime.steppers.cpu import dpe_loops, gemm, loops
-from testtime.steppers.cpu.dpe_loops import Kept, Room, Settings, Side
-from testtime.steppers.cpu.loops import Array, aligned, owned, rounded
+from testtime.steppers.cpu.dpe_loops import Room, Settings, Text, Visual
+from testtime.steppers.cpu.loops import Array, ByImage, aligned, lengths, owned, rounded
 from testtime.types import Task
 
 # Multiplications of a step from which it is spread over threads. With fewer (100 classes and 64 views are 18 million),
@@ -38,28 +37,17 @@ def fits(task: Task) -> bool:
     return gemm.REACHED
 
 
-class Stepper:
+class Stepper(ByImage):
     """S runs of DPE over one stream; see `steppers.Stepper`."""
 
     def __init__(self, task: Task, methods: Sequence[DPE], states: Sequence[State]) -> None:
         self.task, self.methods = task, methods
         self.restore(states)
 
-    def step(self, views: Tensor) -> tuple[Tensor, Tensor]:
-        logits, learned = self._scan(laid(views)[None])
-        return logits[:, 0], learned[:, 0]
-
     def scan(self, stream: Tensor) -> Tensor:
         if not len(stream) or laid_rows(stream):
             return self._scan(stream)[0]
-        # image by image, so that each lies as it does wherever the stream is cut
-        return torch.stack([self.step(views)[0] for views in stream], 1)
-
-    def peek(self, views: Tensor) -> Tensor:
-        return self._scan(laid(views)[None], looks=True)[0][:, 0]
-
-    def warm_up(self, views: int) -> None:
-        self.peek(example(self.task, views))
+        return super().scan(stream)  # image by image, so that each lies as it does wherever the stream is cut
 
     def snapshot(self) -> list[State]:
         return [run.state() for run in self.runs]
@@ -67,13 +55,19 @@ class Stepper:
     def restore(self, states: Sequence[State]) -> None:
         self.runs = [Run(self.task, *pair) for pair in zip(self.methods, states, strict=True)]
 
+    def _step(self, views: Tensor, looks: bool) -> tuple[Tensor, Tensor]:
+        logits, learned = self._scan(views[None], looks)
+        return logits[:, 0], learned[:, 0]
+
     def _scan(self, stream: Tensor, looks: bool = False) -> tuple[Tensor, Tensor]:
         """Logits (S, N, C), and whether each run learned from each image (S, N)."""
         images = stream.numpy()
         logits = np.empty((len(self.runs), len(images), self.task.classes), images.dtype)
+        learned = np.empty(logits.shape[:2], bool)
         # one run after the other, so that its state stays in the cache
-        learned = [run.scan(images, rows, looks) for run, rows in zip(self.runs, logits, strict=True)]
-        return torch.from_numpy(logits), torch.from_numpy(np.stack(learned))
+        for run, rows, taken in zip(self.runs, logits, learned, strict=True):
+            run.scan(images, rows, taken, looks)
+        return torch.from_numpy(logits), torch.from_numpy(learned)
 
 
 class Run:
@@ -85,92 +79,59 @@ class Run:
         numbers = {name: rounded(values[0], real) for name, values in forms.numbers(task, [method])._asdict().items()}
         if not method.steps:
             numbers |= dict.fromkeys(("align_weight", "lr_text", "lr_visual"), real(0))
-        self.settings = Settings(
-            scale=rounded(task.scale, real),
-            alpha=numbers["alpha"],
-            beta=numbers["beta"],
-            entropy_weight=numbers["entropy_weight"],
-            align_weight=numbers["align_weight"],
-            sharpness=numbers["sharpness"],
-            eps=numbers["eps"],
-            lr_text=numbers["lr_text"],
-            lr_visual=numbers["lr_visual"],
-            per_nat=numbers["per_nat"],
-            threshold=method.entropy_threshold,
-            share=numbers["share"],
-            keep=0,  # of as many views as come
-            prompt_count=method.prompt_count,
-            threads=None,
-            keeps_below=method.gate_keeps == "below",
-            evolves=method.text_update != "none",
-            renormalise=method.renormalise_text,
-            looks=False,
-        )
+        switches = {name: bool(numbers[name]) for name in ("keeps_below", "evolves", "renormalises")}
+        numbers |= {"scale": rounded(task.scale, real), "threshold": method.entropy_threshold, **switches}
+        self.settings = Settings(**numbers, keep=0, threads=None, looks=False)
+        classes, dim, pulled = task.classes, task.dim, bool(numbers["align_weight"] > 0)
         seen = state.queue.cost.isfinite().any(1).numpy()
-        pulled = bool(numbers["align_weight"] > 0)
+        columns = _columns(state.visual if pulled else state.visual[:0, :0])
+        height = np.where(seen, numbers["alpha"], real(0))
+        evolved = aligned(classes if switches["evolves"] else 0, dim, dtype=real)
         self.run = dpe_loops.Run(
-            text=_side(state.text, pulled, self.settings.evolves),
-            visual=_side(state.visual, pulled, False),
-            columns=_columns(state.visual if pulled else state.visual[:0, :0]),
+            text=Text(**_side(state.text, pulled), evolved=evolved, evolved_length=np.zeros(classes, real)),
+            visual=Visual(**_side(state.visual, pulled), columns=columns, height=height, seen=seen),
             keys=owned(state.queue.keys),
             cost=owned(state.queue.cost),
-            height=np.where(seen, numbers["alpha"], real(0)),
-            seen=seen,
             updates=np.array([int(state.updates)]),
             stale=np.array([pulled]),
         )
-        classes, slots, dim = self.run.keys.shape
-
-        def room(*shape: int, dtype: Any = real) -> Array:
-            return aligned(*shape, dtype=dtype)
-
-        self.room = Room(
-            logits=room(0, classes),
-            entropy=room(0),
-            top=room(0),
-            total=room(0),
-            logit=room(classes),
-            chance=room(classes),
-            factor=room(classes),
-            feature=room(dim),
-            probe=room(dim),
-            length=room(classes),
-            similarity=room(classes if pulled else 0, self.run.columns.shape[1]),
-            moved=room(classes if method.multi_view_prediction else 0, dim),
-            share=room(1),
-        )
-        self.kept = Kept(
-            label=room(1, dtype=np.int64),
-            keys=room(slots, dim),
-            cost=room(slots),
-            visual=room(dim),
-            numbers=room(2),
-            flags=room(2, dtype=np.bool_),
-            text_pull=room(0, dim),
-            visual_pull=room(0, dim),
-        )
+        shapes = {
+            **dict.fromkeys(("entropy", "top", "total"), (0,)),  # of as many views as come
+            **dict.fromkeys(("logit", "chance", "factor", "answer", "moved_length", "moved_cosine"), (classes,)),
+            **dict.fromkeys(("feature", "probe"), (dim,)),
+            **dict.fromkeys(("share", "soft"), (1,)),
+            **dict.fromkeys(("text_pull", "visual_pull"), (0, dim)),
+            "logits": (0, classes),
+            "moved": (classes if method.multi_view_prediction else 0, dim),
+            "similarity": (classes if pulled else 0, columns.shape[1]),
+        }
+        self.room = Room(**self._arrays(shapes))
         self.whole = True  # False within a step: what an exception leaves half done is not given out
 
-    def scan(self, stream: Array, logits: Array, looks: bool = False) -> Array:
-        """Fill `logits` (N, C) for the unit views of N images (N, V, D); whether each was learned from (N,)."""
-        learned, (_, views, _) = np.empty(len(stream), bool), stream.shape
+    def _arrays(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, Array]:
+        """Scratch buffers of these shapes."""
+        return {name: aligned(*shape, dtype=self.real) for name, shape in shapes.items()}
+
+    def scan(self, stream: Array, logits: Array, learned: Array, looks: bool) -> None:
+        """Fill the logits (N, C) for the unit views of N images (N, V, D), and whether each was `learned` from (N,)."""
+        views = stream.shape[1]
         if len(self.room.logits) != views:
-            some = {name: aligned(views, dtype=self.real) for name in ("entropy", "top", "total")}
-            self.room = self.room._replace(logits=aligned(views, logits.shape[1], dtype=self.real), **some)
-            self.settings = self.settings._replace(keep=ops.kept(views, self.method.selection))
-        if looks and len(self.kept.text_pull) < len(self.room.similarity):
-            text_pull, visual_pull = (aligned(*self.run.text.pull.shape, dtype=self.real) for _ in range(2))
-            self.kept = self.kept._replace(text_pull=text_pull, visual_pull=visual_pull)
+            shapes = {"logits": (views, logits.shape[1]), **dict.fromkeys(("entropy", "top", "total"), (views,))}
+            self.room = self.room._replace(**self._arrays(shapes))
+        if looks and self.room.text_pull.shape != self.run.text.pull.shape:
+            shapes = dict.fromkeys(("text_pull", "visual_pull"), self.run.text.pull.shape)
+            self.room = self.room._replace(**self._arrays(shapes))
         work = self.run.text.vectors.size * (views + 3 * len(self.room.similarity))
         threads = torch.get_num_threads() if gemm.SPREADS and work >= HEAVY else 1
-        settings = self.settings._replace(threads=threads if threads > 1 else None, looks=looks)
+        chosen = ops.kept(views, self.method.selection), threads if threads > 1 else None, looks
+        if self.settings[-3:] != chosen:
+            self.settings = Settings(*self.settings[:-3], *chosen)
         self.whole, updates = False, int(self.run.updates[0])
         with loops.threads(threads), gemm.one_thread():
-            dpe_loops.scan(stream, self.run, self.room, self.kept, settings, logits, learned)
+            dpe_loops.scan(stream, self.run, self.room, self.settings, logits, learned)
         if (self.run.updates[0] - updates) % 2:
             self.run = self.run._replace(text=dpe_loops.evolved.py_func(self.run.text))
         self.whole = True
-        return learned
 
     def state(self) -> State:
         """The state reached; a copy."""
@@ -181,16 +142,12 @@ class Run:
         return State(text, torch.tensor(int(run.updates[0])), Bank(keys, cost), visual)
 
 
-def _side(prototypes: Tensor, pulled: bool, evolves: bool) -> Side:
-    """A set of prototypes (C, D) of its own, with room for what nudges it and for what it may become."""
+def _side(prototypes: Tensor, pulled: bool) -> dict[str, Array]:
+    """What both sides have: prototypes (C, D) of its own, their lengths, and room for what nudges them."""
     vectors = owned(prototypes)
-    length, weight, cosine, evolved_length = np.zeros((4, len(vectors)), vectors.dtype)
-    pull, evolved = (
-        aligned(*vectors.shape, dtype=vectors.dtype) if wanted else vectors[:0] for wanted in (pulled, evolves)
-    )
-    side = Side(vectors, length, pull, weight, cosine, evolved, evolved_length)
-    dpe_loops.measure(side)
-    return side
+    weight, cosine = np.zeros((2, len(vectors)), vectors.dtype)
+    pull = aligned(len(vectors) if pulled else 0, vectors.shape[1], dtype=vectors.dtype)
+    return {"vectors": vectors, "length": lengths(vectors), "pull": pull, "weight": weight, "cosine": cosine}
 
 
 def _columns(prototypes: Tensor) -> Array:
@@ -198,5 +155,6 @@ def _columns(prototypes: Tensor) -> Array:
     classes, dim = prototypes.shape
     line = loops.LINE // prototypes.element_size()
     columns = aligned(dim, -(-classes // line) * line, dtype=prototypes.numpy().dtype)
+    columns[:] = 0
     columns[:, :classes] = prototypes.numpy().T
     return columns

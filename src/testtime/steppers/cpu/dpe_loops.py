@@ -18,50 +18,50 @@ from numba import prange, types
 from numba.extending import overload
 
 from testtime.ops import NOTHING
-from testtime.steppers.cpu.gemm import across, product, product_of_transposed
-from testtime.steppers.cpu.loops import (
-    Array,
-    compiled,
-    dot_rows,
-    exp,
-    filled,
-    length_at,
-    log,
-    push,
-    spike,
-    spread,
-    total,
-)
+from testtime.steppers.cpu import loops
+from testtime.steppers.cpu.gemm import N, T, own_threads, product
+from testtime.steppers.cpu.lanes import row_loop
+from testtime.steppers.cpu.loops import Array, compiled, dot_at, exp, length_at, length_of, log, row_at, spike, spread
 
 
-class Side(NamedTuple):
-    """One set of prototypes, and what nudges it."""
+class Text(NamedTuple):
+    """The text prototypes, and what nudges them."""
 
     vectors: Array  # (C, D), at their own length
     length: Array  # (C,), 1 for a zero row
     pull: Array  # (C, D), of the alignment, over the length; (0, D) without alignment
     weight: Array  # (C,), of the image's feature
     cosine: Array  # (C,), with the image's feature
-    evolved: Array  # (C, D), what follows if it learns from the image; (0, D) where it never does so
+    evolved: Array  # (C, D), what follows if they learn from the image; (0, D) where they never do so
     evolved_length: Array  # (C,)
+
+
+class Visual(NamedTuple):
+    """The visual prototypes, and what nudges them: as for `Text`."""
+
+    vectors: Array
+    length: Array
+    pull: Array
+    weight: Array
+    cosine: Array
+    columns: Array  # (D, C'), the prototypes as columns; (0, 0) without alignment
+    height: Array  # (C,), alpha where a class is seen
+    seen: Array  # (C,) bool
 
 
 class Run(NamedTuple):
     """The state of a run, and what follows from it."""
 
-    text: Side
-    visual: Side
-    columns: Array  # (D, C'), the visual prototypes as columns; (0, 0) without alignment
+    text: Text
+    visual: Visual
     keys: Array  # (C, M, D)
     cost: Array  # (C, M)
-    height: Array  # (C,), alpha where a class is seen
-    seen: Array  # (C,) bool
     updates: Array  # (1,), images that the text prototypes have learned from
     stale: Array  # (1,) bool, whether a prototype has changed since the pull of the alignment was computed
 
 
 class Room(NamedTuple):
-    """Room to work in."""
+    """Scratch buffers."""
 
     logits: Array  # (V, C)
     entropy: Array  # (V,)
@@ -70,148 +70,139 @@ class Room(NamedTuple):
     logit: Array  # (C,)
     chance: Array  # (C,)
     factor: Array  # (C,)
+    answer: Array  # (C,), the logits of the probe
+    moved_length: Array  # (C,), of nudged prototypes
+    moved_cosine: Array  # (C,), and their cosine with the probe
     feature: Array  # (D,)
     probe: Array  # (D,), what is predicted
-    length: Array  # (C,), of `moved`
-    similarity: Array  # (C, C') of text and visual prototypes, or (0, 0) without alignment
     moved: Array  # (C, D), nudged text prototypes; (0, D) where views are not chosen again
+    similarity: Array  # (C, C') of text and visual prototypes, or (0, 0) without alignment
     share: Array  # (1,), of the way towards the nudged ones that text prototypes go
-
-
-class Kept(NamedTuple):
-    """What a look without learning changes and puts back, and where it puts what it computes anew."""
-
-    label: Array  # (1,), whose row follows
-    keys: Array  # (M, D)
-    cost: Array  # (M,)
-    visual: Array  # (D,)
-    numbers: Array  # (2,), its length and height
-    flags: Array  # (2,) bool, whether it was seen, and whether the pull was stale
-    text_pull: Array  # (C, D), or (0, D) until there is a look
-    visual_pull: Array  # (C, D), or (0, D)
+    soft: Array  # (1,), eps of AdamW in the units of the slopes
+    text_pull: Array  # (C, D), for looks that need another pull than the run's; (0, D) until there is a look
+    visual_pull: Array
 
 
 class Settings(NamedTuple):
-    """Numbers of the run's precision, and switches."""
+    """Numbers of the run's precision, as in `forms.Numbers`, and switches."""
 
     scale: Any
     alpha: Any
     beta: Any
     entropy_weight: Any
-    align_weight: Any  # over the temperature
-    sharpness: Any  # one over the temperature
-    eps: Any  # of AdamW
+    align_weight: Any
+    eps: Any
     lr_text: Any
     lr_visual: Any
-    per_nat: Any  # what turns an entropy in nats into the unit of the queues and the threshold
+    per_nat: Any
+    sharpness: Any
     threshold: Any
-    share: Any  # of the way that the text prototypes evolve; below 0: one over the number of images
-    keep: int  # views
-    prompt_count: int
-    threads: int | None  # None: there is but one
+    share: Any
+    prompt_count: Any
     keeps_below: bool
     evolves: bool
-    renormalise: bool
+    renormalises: bool
+    keep: int  # views
+    threads: int | None  # None: there is but one
     looks: bool  # the state is left as it was
 
 
 LOWEST = -1e30  # stands for minus infinity
 
-# what can be done for some rows without the others
-SPIKES, NEAR, REPEL, AGAIN, BY_VISUAL, BY_TEXT = range(6)
+# what can be done for some views, or for some classes, without the others
+LOGITS, SPIKES, NEAR, SIMILARITY, REPEL, PULL, AGAIN, ANSWER = range(8)
 
 
-def rows(phase: int, total: int, run: Run, room: Room, settings: Settings, number: Any, row: Array) -> None:
-    """One phase for `total` rows, by as many threads as there are. `number` and `row` are what it needs besides."""
+def rows(phase: int, total: int, views: Array, run: Run, room: Room, settings: Settings) -> None:
+    """One phase for `total` rows, by as many threads as there are."""
     raise NotImplementedError("for compiled loops")
 
 
 @overload(rows)
-def _rows(phase: Any, total: Any, run: Any, room: Any, settings: Any, number: Any, row: Any) -> Any:
-    def alone(phase: Any, total: Any, run: Any, room: Any, settings: Any, number: Any, row: Any) -> None:
-        _some(phase, 0, total, run.text, run.visual, run.height, run.seen, room, settings, number, row)
+def _rows(phase: Any, total: Any, views: Any, run: Any, room: Any, settings: Any) -> Any:
+    def alone(phase: Any, total: Any, views: Any, run: Any, room: Any, settings: Any) -> None:
+        _some(phase, 0, total, views, run.text, run.visual, room, settings)
 
-    def together(phase: Any, total: Any, run: Any, room: Any, settings: Any, number: Any, row: Any) -> None:
-        _spread(phase, total, run.text, run.visual, run.height, run.seen, room, settings, number, row)
+    def together(phase: Any, total: Any, views: Any, run: Any, room: Any, settings: Any) -> None:
+        _spread(phase, total, views, run.text, run.visual, room, settings)
 
     # by type: what is never spread is compiled without the threads, in half the time
     return alone if settings[Settings._fields.index("threads")] == types.none else together
 
 
 @spread
-def _spread(
-    phase: int,
-    total: int,
-    text: Side,
-    visual: Side,
-    height: Array,
-    seen: Array,
-    room: Room,
-    settings: Settings,
-    number: Any,
-    row: Array,
-) -> None:
+def _spread(phase: int, total: int, views: Array, text: Text, visual: Visual, room: Room, settings: Settings) -> None:
     threads = settings.threads
     for piece in prange(threads):  # what it is given may be a tuple of arrays, but not of tuples
         start, stop = total * piece // threads, total * (piece + 1) // threads
-        _some(phase, start, stop, text, visual, height, seen, room, settings, number, row)
+        before = own_threads(1)
+        _some(phase, start, stop, views, text, visual, room, settings)
+        own_threads(before)
 
 
 @compiled
 def _some(
-    phase: int,
-    start: int,
-    stop: int,
-    text: Side,
-    visual: Side,
-    height: Array,
-    seen: Array,
-    room: Room,
-    settings: Settings,
-    number: Any,
-    row: Array,
+    phase: int, start: int, stop: int, views: Array, text: Text, visual: Visual, room: Room, settings: Settings
 ) -> None:
-    if phase == SPIKES:
+    pairs = room.similarity
+    if phase == LOGITS:
+        product(N, T, views, text.vectors[start:stop], room.logits[:, start:stop])
+    elif phase == SPIKES:
         _spikes(start, stop, room)
     elif phase == NEAR:
         _near(start, stop, visual, room)
+    elif phase == SIMILARITY:
+        product(
+            N, N, text.vectors[start:stop], visual.columns[:, : len(text.length)], pairs[start:stop, : len(text.length)]
+        )
     elif phase == REPEL:
-        _repel(start, stop, visual, seen, room, settings)
+        _repel(start, stop, visual, room, settings)
+    elif phase == PULL:
+        product(N, N, pairs[start:stop, : len(text.length)], visual.vectors, text.pull[start:stop])
+        product(T, N, pairs[:, start:stop], text.vectors, visual.pull[start:stop])
     elif phase == AGAIN:
-        _again(start, stop, text, room, settings, number)
-    elif phase == BY_VISUAL:
-        _by_visual(start, stop, visual, height, room, settings, number, row)
-    else:
-        _by_text(start, stop, text, room, settings, number, row)
+        _again(start, stop, text, room, settings)
+        product(N, T, views, room.moved[start:stop], room.logits[:, start:stop])
+    else:  # visual prototypes were read last, and text prototypes are read next: so each are found in the cache
+        _by_visual(start, stop, visual, room, settings)
+        _by_text(start, stop, text, room, settings)
 
 
 @compiled
 def _spikes(start: int, stop: int, room: Room) -> None:
     """Logits and their entropy for views whose products with prototypes are in `logits`, but for `factor`."""
+    factor, tops, totals, entropies, chance = (
+        room.factor,
+        room.top,
+        room.total,
+        room.entropy,
+        np.empty_like(room.factor),
+    )
     for v in range(start, stop):
         row = room.logits[v]
         for c in range(len(row)):
-            row[c] *= room.factor[c]
-        room.top[v], room.total[v], entropy = spike(row)
-        room.entropy[v] = 0 if entropy < NOTHING else entropy
+            row[c] *= factor[c]
+        tops[v], totals[v], entropy = spike(row, chance)
+        entropies[v] = 0 if entropy < NOTHING else entropy
 
 
 @compiled
-def _near(start: int, stop: int, visual: Side, room: Room) -> None:
+def _near(start: int, stop: int, visual: Visual, room: Room) -> None:
     """Cosines of visual prototypes with the image's feature."""
-    vectors, feature = visual.vectors, room.feature.reshape(1, -1)
+    vectors, length, cosine, feature = visual.vectors, visual.length, visual.cosine, row_at(room.feature, 0)
     for c in range(start, stop):
-        visual.cosine[c] = dot_rows(vectors, c, feature, 0) / visual.length[c]
+        cosine[c] = dot_at(row_at(vectors, c), feature, vectors.shape[1], length[c]) / length[c]
 
 
 @compiled
-def _repel(start: int, stop: int, visual: Side, seen: Array, room: Room, settings: Settings) -> None:
+def _repel(start: int, stop: int, visual: Visual, room: Room, settings: Settings) -> None:
     """Turn products of text with visual prototypes into how much each pair repels, over both lengths.
 
     That is the softmax of the cosines over the temperature, down some columns and over the seen classes, less the
     identity. `factor` is one over the text prototypes' lengths.
     """
     pairs, over, length = room.similarity, room.factor, visual.length[start:stop]
+    seen = visual.seen
     known, width, one, zero = seen[start:stop], stop - start, over.dtype.type(1), over.dtype.type(0)
     top, steep, own, others = np.empty((4, width), over.dtype)
     top[:], others[:] = LOWEST, 0
@@ -246,104 +237,96 @@ def _repel(start: int, stop: int, visual: Side, seen: Array, room: Room, setting
             row[i] *= steep[i] * share
 
 
-@compiled
-def _nudged(start: Any, slope: Any, eps: Any, rate: Any) -> Any:
-    """A number of a prototype after one step of AdamW from a zero residual.
+@row_loop(sums=2)
+def _nudged(rows: Any, numbers: Any, sums: Any) -> Any:
+    """A prototype after one step of AdamW from a zero residual; its square, and its product with the probe.
 
     The slope is the pull, where there is one, plus the weighted feature, less what lies along the prototype, which
     turns nothing. `eps` is AdamW's in the slope's own units, times the prototype's length.
     """
-    return start - rate * slope / (abs(slope) + eps)
+    (start, pull, feature, probe, _), (length, weight, along, eps, rate) = rows, numbers
+    slope = length.fma(pull, weight * feature) - along * start
+    moved = start - rate * slope / (abs(slope) + eps)
+    return moved, (moved.fma(moved, sums[0]), moved.fma(probe, sums[1]))
+
+
+@row_loop(sums=1)
+def _moved(rows: Any, numbers: Any, sums: Any) -> Any:
+    """A prototype some way towards the direction of a nudged one; its square."""
+    (start, nudged, _), (share, over) = rows, numbers
+    moved = start + share * (nudged * over - start)
+    return moved, (moved.fma(moved, sums[0]),)
 
 
 @compiled
 def _nudge(
-    c: int,
-    vectors: Array,
-    pull: Array,
-    length: Any,
-    weight: Any,
-    cosine: Any,
-    feature: Array,
-    probe: Array,
-    soft: Any,
+    start: int,
+    stop: int,
+    side: Text | Visual,
+    wanted: Array,
+    room: Room,
     rate: Any,
     out: Array,
-) -> tuple[Any, Any]:
-    """`out` (1, D): prototype c nudged; one over its length, and its cosine with the probe (1, D)."""
-    eps, along = soft * length, weight * cosine
-    if len(pull):
-        along += dot_rows(vectors, c, pull, c)
-        along /= length
-        for d in range(out.shape[1]):
-            start = vectors[c, d]
-            out[0, d] = _nudged(start, length * pull[c, d] + weight * feature[d] - along * start, eps, rate)
-    else:
-        along /= length
-        for d in range(out.shape[1]):
-            start = vectors[c, d]
-            out[0, d] = _nudged(start, weight * feature[d] - along * start, eps, rate)
-    over = probe.dtype.type(1 / max(math.sqrt(dot_rows(out, 0, out, 0)), 1e-12))  # a zero row stays zero
-    return over, dot_rows(out, 0, probe, 0) * over
-
-
-@compiled
-def _again(start: int, stop: int, text: Side, room: Room, settings: Settings, soft: Any) -> None:
-    """Nudged text prototypes, and their lengths."""
-    vectors, pull, length, weight, cosine = text.vectors, text.pull, text.length, text.weight, text.cosine
-    feature, probe, moved, rate = room.feature, room.probe.reshape(1, -1), room.moved, settings.lr_text
-    out = np.empty_like(probe)
-    for c in range(start, stop):
-        over, _ = _nudge(c, vectors, pull, length[c], weight[c], cosine[c], feature, probe, soft, rate, out)
-        room.length[c] = 1 / over
-        moved[c] = out[0]
-
-
-@compiled
-def _by_visual(
-    start: int, stop: int, visual: Side, height: Array, room: Room, settings: Settings, soft: Any, logits: Array
+    evolved: Array,
+    evolved_length: Array,
 ) -> None:
-    """What nudged visual prototypes give to the logits (C,) of the probe."""
-    vectors, pull, length, weight, near = visual.vectors, visual.pull, visual.length, visual.weight, visual.cosine
-    feature, probe, rate = room.feature, room.probe.reshape(1, -1), settings.lr_visual
-    out = np.empty_like(probe)
-    one = probe.dtype.type(1)
-    for c in range(start, stop):
-        logits[c] = 0
-        if height[c] > 0:
-            _, cosine = _nudge(c, vectors, pull, length[c], weight[c], near[c], feature, probe, soft, rate, out)
-            logits[c] = height[c] * exp(settings.beta * (cosine - one))
+    """Nudge those prototypes whose `wanted` (C,) is above 0: their `moved_length` and `moved_cosine`.
 
-
-@compiled
-def _by_text(start: int, stop: int, text: Side, room: Room, settings: Settings, soft: Any, logits: Array) -> None:
-    """What nudged text prototypes add to the logits (C,) of the probe; and what follows if the image is learned from.
-
-    That is known once all logits are. But a nudged prototype is quicker to use twice than to make twice.
+    They are left in `out` (C, D), or each in the one row of it. `evolved` (C, D), where there is any, and their lengths
+    are what follows if the image is learned from. That is known once all logits are. But a nudged prototype is quicker
+    to use twice than to make twice.
     """
-    vectors, pull, length, weight, near = text.vectors, text.pull, text.length, text.weight, text.cosine
-    feature, probe, rate = room.feature, room.probe.reshape(1, -1), settings.lr_text
-    out = np.empty_like(probe)
-    evolved, evolved_length, share, one = text.evolved, text.evolved_length, room.share[0], probe.dtype.type(1)
+    vectors, pull, length, weight, cosine = side.vectors, side.pull, side.length, side.weight, side.cosine
+    feature, probe, moved_length, moved_cosine = room.feature, room.probe, room.moved_length, room.moved_cosine
+    soft, share, dim, real = room.soft[0], room.share[0], vectors.shape[1], vectors.dtype.type
     for c in range(start, stop):
-        over, cosine = _nudge(c, vectors, pull, length[c], weight[c], near[c], feature, probe, soft, rate, out)
-        logits[c] += settings.scale * cosine
+        if not wanted[c] > 0:
+            continue
+        at, to, pull_at = row_at(vectors, c), row_at(out, c % len(out)), row_at(feature, 0)
+        along, pulled = weight[c] * cosine[c], real(0)  # without a pull, the feature, times 0
+        if len(pull):
+            pull_at, pulled = row_at(pull, c), length[c]
+            along += dot_at(at, pull_at, dim, pulled)
+        numbers = pulled, weight[c], along / length[c], soft * length[c], rate
+        square, near = _nudged((at, pull_at, row_at(feature, 0), row_at(probe, 0), to), dim, numbers)
+        moved_length[c] = max(math.sqrt(square), 1e-12)  # a zero row stays zero
+        over = real(1) / moved_length[c]
+        moved_cosine[c] = near * over
         if len(evolved):
-            for d in range(out.shape[1]):
-                evolved[c, d] = vectors[c, d] + share * (out[0, d] * over - vectors[c, d])
-            evolved_length[c] = length_at(evolved, c)
-            if settings.renormalise:
-                over = one / evolved_length[c]
-                for d in range(out.shape[1]):
-                    evolved[c, d] *= over
-                evolved_length[c] = length_at(evolved, c)
+            (square,) = _moved((at, to, row_at(evolved, c)), dim, (share, over))
+            evolved_length[c] = length_of(square)
 
 
 @compiled
-def measure(side: Side) -> None:
-    """Fill in the lengths of a set of prototypes."""
-    for c in range(len(side.vectors)):
-        side.length[c] = length_at(side.vectors, c)
+def _again(start: int, stop: int, text: Text, room: Room, settings: Settings) -> None:
+    """Nudged text prototypes, and their lengths."""
+    _nudge(start, stop, text, text.length, room, settings.lr_text, room.moved, room.moved[:0], room.moved_length)
+
+
+@compiled
+def _by_visual(start: int, stop: int, visual: Visual, room: Room, settings: Settings) -> None:
+    """What nudged visual prototypes give to the logits of the probe."""
+    answer, near, height, beta = room.answer, room.moved_cosine, visual.height, settings.beta
+    out, one = np.empty((1, len(room.probe)), near.dtype), near.dtype.type(1)
+    _nudge(start, stop, visual, height, room, settings.lr_visual, out, out[:0], near)
+    for c in range(start, stop):
+        answer[c] = height[c] * exp(beta * (near[c] - one)) if height[c] > 0 else 0
+
+
+@compiled
+def _by_text(start: int, stop: int, text: Text, room: Room, settings: Settings) -> None:
+    """What nudged text prototypes add to the logits of the probe; and what follows if the image is learned from."""
+    answer, near, scale, one = room.answer, room.moved_cosine, settings.scale, room.answer.dtype.type(1)
+    out, evolved, evolved_length = np.empty((1, len(room.probe)), near.dtype), text.evolved, text.evolved_length
+    _nudge(start, stop, text, text.length, room, settings.lr_text, out, evolved, evolved_length)
+    for c in range(start, stop):
+        answer[c] += scale * near[c]
+    if settings.renormalises and len(evolved):
+        for c in range(start, stop):
+            over = one / evolved_length[c]
+            for d in range(evolved.shape[1]):
+                evolved[c, d] *= over
+            evolved_length[c] = length_at(evolved, c)
 
 
 @compiled
@@ -355,7 +338,7 @@ def confident(views: Array, length: Array, run: Run, room: Room, settings: Setti
     logit, votes, entropies = room.logit, room.chance, room.entropy
     for c in range(len(length)):
         room.factor[c] = settings.scale / length[c]
-    rows(SPIKES, len(views), run, room, settings, settings.scale, logit)
+    rows(SPIKES, len(views), views, run, room, settings)
     part = logit.dtype.type(1 / settings.keep)
     feature[:], logit[:], votes[:] = 0, 0, 0
     for _ in range(settings.keep):
@@ -370,80 +353,57 @@ def confident(views: Array, length: Array, run: Run, room: Room, settings: Setti
             votes[c] += exp(row[c] - top) * vote
         for d in range(len(view)):
             feature[d] += view[d] * part
-    whole = total(votes)  # what it misses of 1 by rounding would be as large as a small entropy
     for c in range(len(votes)):
-        room.factor[c] = votes[c] * log(votes[c])
-    return math.log(whole) - total(room.factor) / whole
+        room.factor[c] = log(votes[c])
+    # what the whole misses of 1 by rounding would be as large as a small entropy
+    whole, weighted = loops.weighed(votes, room.factor, part - part)
+    return math.log(whole) - weighted / whole
 
 
 @compiled
-def enqueue(label: int, price: Any, run: Run, feature: Array) -> bool:
+def set_visual(label: int, mean: Array, run: Run) -> None:
+    """Give a class the visual prototype `mean` (D,)."""
+    visual = run.visual
+    visual.vectors[label] = mean
+    for d in range(len(visual.columns)):
+        visual.columns[d, label] = mean[d]
+    visual.length[label] = length_at(visual.vectors, label)
+
+
+@compiled
+def enqueue(label: int, price: Any, run: Run, feature: Array, alpha: Any) -> bool:
     """Offer a feature (D,) of cost `price` to the queue of class `label`; whether it was taken in.
 
-    The class's visual prototype and its length follow.
+    The class's visual prototype follows.
     """
-    if not push(run.keys, run.cost, label, feature, price):
+    if not loops.push(run.keys, run.cost, label, feature, price):
         return False
-    row, count = run.keys[label], filled(run.cost[label])
-    mean = run.visual.vectors[label]
+    row, count, mean = run.keys[label], loops.filled(run.cost[label]), np.empty_like(feature)
     for d in range(len(feature)):
         total = feature.dtype.type(0)
         for m in range(count):
             total += row[m, d]
         mean[d] = total / count
-    for d in range(len(run.columns)):
-        run.columns[d, label] = mean[d]
-    run.visual.length[label] = length_at(run.visual.vectors, label)
+    set_visual(label, mean, run)
+    run.visual.seen[label], run.visual.height[label], run.stale[0] = True, alpha, True
     return True
 
 
 @compiled
-def keep(label: int, run: Run, kept: Kept) -> None:
-    """Note what `enqueue` may change."""
-    kept.label[0] = label
-    kept.keys[:], kept.cost[:], kept.visual[:] = run.keys[label], run.cost[label], run.visual.vectors[label]
-    kept.numbers[0], kept.numbers[1] = run.visual.length[label], run.height[label]
-    kept.flags[0], kept.flags[1] = run.seen[label], run.stale[0]
+def slopes(views: Array, run: Run, room: Room, settings: Settings) -> None:
+    """Slope of the loss at the image's feature by each prototype: `weight` and `cosine` of both sides.
 
-
-@compiled
-def put_back(run: Run, kept: Kept) -> None:
-    """The run as it was when `keep` noted it."""
-    label = kept.label[0]
-    run.keys[label], run.cost[label], run.visual.vectors[label] = kept.keys, kept.cost, kept.visual
-    for d in range(len(run.columns)):
-        run.columns[d, label] = kept.visual[d]
-    run.visual.length[label], run.height[label] = kept.numbers[0], kept.numbers[1]
-    run.seen[label], run.stale[0] = kept.flags[0], kept.flags[1]
-
-
-@compiled
-def beside(run: Run, kept: Kept) -> Run:
-    """The run with other memory for the pull of its alignment."""
-    text, visual = run.text, run.visual
-    text = Side(text.vectors, text.length, kept.text_pull, text.weight, text.cosine, text.evolved, text.evolved_length)
-    visual = Side(
-        visual.vectors,
-        visual.length,
-        kept.visual_pull,
-        visual.weight,
-        visual.cosine,
-        visual.evolved,
-        visual.evolved_length,
-    )
-    return Run(text, visual, run.columns, run.keys, run.cost, run.height, run.seen, run.updates, run.stale)
-
-
-@compiled
-def slopes(run: Run, room: Room, settings: Settings, steepness: Any) -> None:
-    """Slope of the softmax's entropy at the image's feature by each prototype: `weight` and `cosine` of both sides."""
-    text, visual, log_p, one = run.text, run.visual, room.chance, room.chance.dtype.type(1)
-    rows(NEAR, len(log_p), run, room, settings, steepness, log_p)
+    It is that of the softmax's entropy, in units in which the alignment, where there is one, has weight 1.
+    """
+    text, visual, log_p, real = run.text, run.visual, room.chance, room.chance.dtype.type
+    gain = real(settings.align_weight / max(1, visual.seen.sum())) if settings.align_weight > 0 else real(1)
+    steepness, room.soft[0] = settings.entropy_weight / gain, settings.eps / gain
+    rows(NEAR, len(log_p), views, run, room, settings)
     for c in range(len(log_p)):
         text.cosine[c] = room.logit[c] / settings.scale
-        visual.weight[c] = run.height[c] * exp(settings.beta * (visual.cosine[c] - one))
+        visual.weight[c] = visual.height[c] * exp(settings.beta * (visual.cosine[c] - real(1)))
         log_p[c] = room.logit[c] + visual.weight[c]
-    top, whole, entropy = spike(log_p)
+    top, whole, entropy = spike(log_p, room.factor)
     rest = top + math.log(whole)
     for c in range(len(log_p)):
         log = log_p[c] - rest
@@ -455,97 +415,84 @@ def slopes(run: Run, room: Room, settings: Settings, steepness: Any) -> None:
 
 
 @compiled
-def meet(views: Array, run: Run, room: Room, kept: Kept, settings: Settings) -> tuple[bool, Any]:
-    """Take in one image's views (V, D), whose products with the text prototypes are in `room.logits`.
-
-    Whether a queue took the image, and AdamW's eps in the units of the slopes, which are left at the sides.
-    """
-    # which queue the image belongs to, and how confidently
-    entropy = confident(views, run.text.length, run, room, settings, room.feature)
-    label, real = 0, room.logit.dtype.type
-    for c in range(len(room.logit)):
-        if room.logit[c] > room.logit[label]:
-            label = c
-
-    # evolve the visual prototypes
-    if settings.looks:
-        keep(label, run, kept)
-    taken = enqueue(label, real(entropy * settings.per_nat), run, room.feature)
-    if taken:
-        run.seen[label], run.height[label], run.stale[0] = True, settings.alpha, True
-
-    gain = real(1)
-    if settings.align_weight > 0:
-        gain = real(settings.align_weight / max(1, run.seen.sum()))
-    slopes(run, room, settings, settings.entropy_weight / gain)
-    room.probe[:] = views[0]
-    return taken, settings.eps / gain
-
-
-@compiled
-def align(run: Run, room: Room, settings: Settings) -> None:
+def align(views: Array, run: Run, room: Room, settings: Settings) -> None:
     """Compute the pull of the alignment anew: three products of C x C x D."""
-    text, visual, classes = run.text, run.visual, len(room.factor)
-    similarity = room.similarity[:, :classes]
-    product(text.vectors, run.columns[:, :classes], similarity, settings.threads)
+    classes, one = len(room.factor), room.factor.dtype.type(1)
+    rows(SIMILARITY, classes, views, run, room, settings)
     for c in range(classes):
-        room.factor[c] = similarity.dtype.type(1) / text.length[c]
-    rows(REPEL, classes, run, room, settings, settings.sharpness, room.factor)
-    product(similarity, visual.vectors, text.pull, settings.threads)
-    product_of_transposed(similarity, text.vectors, visual.pull, settings.threads)
+        room.factor[c] = one / run.text.length[c]
+    rows(REPEL, classes, views, run, room, settings)
+    rows(PULL, classes, views, run, room, settings)
     run.stale[0] = False
 
 
 @compiled
-def settle(soft: Any, run: Run, room: Room, settings: Settings, logits: Array) -> bool:
-    """Fill the logits (C,) of the probe; whether they are so sure that the text prototypes evolve."""
+def evolved(text: Text) -> Text:
+    """The text prototypes evolved. They change places with those before, whose memory is used next."""
+    return Text(text.evolved, text.evolved_length, text.pull, text.weight, text.cosine, text.vectors, text.length)
+
+
+@compiled
+def beside(run: Run, room: Room) -> Run:
+    """The run with other memory for the pull of its alignment."""
+    t, v = run.text, run.visual
+    text = Text(t.vectors, t.length, room.text_pull, t.weight, t.cosine, t.evolved, t.evolved_length)
+    visual = Visual(v.vectors, v.length, room.visual_pull, v.weight, v.cosine, v.columns, v.height, v.seen)
+    return Run(text, visual, run.keys, run.cost, run.updates, run.stale)
+
+
+@compiled
+def step(views: Array, run: Run, room: Room, settings: Settings) -> tuple[bool, bool]:
+    """Find `room.answer` for one image's views (V, D); whether a queue took it, and whether text prototypes evolve."""
+    # which queue the image belongs to, and how confidently
+    classes = len(room.logit)
+    rows(LOGITS, classes, views, run, room, settings)
+    entropy = confident(views, run.text.length, run, room, settings, room.feature)
+    label, visual, here = 0, run.visual, run
+    for c in range(classes):
+        if room.logit[c] > room.logit[label]:
+            label = c
+
+    # evolve the visual prototypes; a look puts back what it changes
+    keys, cost, mean = run.keys[label].copy(), run.cost[label].copy(), visual.vectors[label].copy()
+    height, seen, stale = visual.height[label], visual.seen[label], run.stale[0]
+    taken = enqueue(label, cost.dtype.type(entropy * settings.per_nat), run, room.feature, settings.alpha)
+    if taken and settings.looks:
+        here = beside(run, room)
+
+    # prototype residual learning
+    slopes(views, here, room, settings)
+    if here.stale[0] and settings.align_weight > 0:
+        align(views, here, room, settings)
+    room.probe[:] = views[0]
+    if len(room.moved):  # views are chosen again
+        rows(AGAIN, classes, views, here, room, settings)
+        confident(views, room.moved_length, here, room, settings, room.probe)
+
+    # the logits of the probe; where they are sure enough, the text prototypes evolve
     room.share[0] = settings.share
     if settings.share < 0:
         room.share[0] = 1 / (run.updates[0] + settings.prompt_count + 1)
-    # visual prototypes were read last, and text prototypes are read next: so each are found in the cache
-    rows(BY_VISUAL, len(logits), run, room, settings, soft, logits)
-    rows(BY_TEXT, len(logits), run, room, settings, soft, logits)
-    entropy = spike(logits)[2]
-    return settings.evolves and (entropy * settings.per_nat < settings.threshold) == settings.keeps_below
+    rows(ANSWER, classes, views, here, room, settings)
+    entropy = spike(room.answer, room.factor)[2]
+    evolves = settings.evolves and (entropy * settings.per_nat < settings.threshold) == settings.keeps_below
+    if settings.looks and taken:
+        run.keys[label], run.cost[label], run.stale[0] = keys, cost, stale
+        visual.height[label], visual.seen[label] = height, seen
+        set_visual(label, mean, run)
+    return taken and not settings.looks, evolves and not settings.looks
 
 
 @compiled
-def evolved(side: Side) -> Side:
-    """The side with its prototypes evolved. They change places with those before, whose memory is used next."""
-    return Side(side.evolved, side.evolved_length, side.pull, side.weight, side.cosine, side.vectors, side.length)
-
-
-@compiled
-def step(views: Array, run: Run, room: Room, kept: Kept, settings: Settings, logits: Array) -> tuple[bool, bool]:
-    """Fill `logits` (C,) for one image's views (V, D); whether a queue took it, and whether text prototypes evolve."""
-    across(views, run.text.vectors, room.logits, settings.threads)
-    taken, soft = meet(views, run, room, kept, settings)
-    here = beside(run, kept) if settings.looks and taken else run
-    if here.stale[0] and settings.align_weight > 0:
-        align(here, room, settings)
-    if len(room.moved):  # views are chosen again
-        rows(AGAIN, len(room.moved), here, room, settings, soft, room.factor)
-        across(views, room.moved, room.logits, settings.threads)
-        confident(views, room.length, here, room, settings, room.probe)
-    evolves = settle(soft, here, room, settings, logits)
-    if settings.looks:
-        if taken:
-            put_back(run, kept)
-        return False, False
-    return taken, evolves
-
-
-@compiled
-def scan(stream: Array, run: Run, room: Room, kept: Kept, settings: Settings, logits: Array, learned: Array) -> None:
+def scan(stream: Array, run: Run, room: Room, settings: Settings, logits: Array, learned: Array) -> None:
     """Steps over N images (N, V, D), with the logits (N, C) and whether each was `learned` from (N,).
 
     After an odd number of evolutions the text prototypes lie in `run.text.evolved`.
     """
     for n in range(len(stream)):
-        taken, evolves = step(stream[n], run, room, kept, settings, logits[n])
+        taken, evolves = step(stream[n], run, room, settings)
         if evolves:
             run.updates[0] += 1
             run.stale[0] = True
-            text = evolved(run.text)
-            run = Run(text, run.visual, run.columns, run.keys, run.cost, run.height, run.seen, run.updates, run.stale)
-        learned[n] = taken or evolves
+            run = Run(evolved(run.text), run.visual, run.keys, run.cost, run.updates, run.stale)
+        logits[n], learned[n] = room.answer, taken or evolves

@@ -15,21 +15,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from llvmlite import ir
 from numba import config, get_num_threads, njit, set_num_threads, types
-from numba.core import cgutils
-from numba.extending import intrinsic, overload
+from numba.extending import overload
 from numpy.typing import NDArray
 from torch import Tensor
 
 from testtime.machine.capture import warn_once
 from testtime.ops import NOTHING
 from testtime.steppers import ALIGNMENT, example, laid
+from testtime.steppers.cpu.lanes import fma, row_loop
 from testtime.types import Task
 
 Array = NDArray[Any]
 
-SUMS = 4  # vectors of sums side by side, as many as hide what an addition takes
 LINE = ALIGNMENT  # bytes of a cache line
 
 # Every operation rounds for itself, in the order that is written: no `fastmath`. A function is compiled more than once,
@@ -122,7 +120,7 @@ class ByImage:
 
     def step(self, views: Tensor) -> tuple[Tensor, Tensor]:
         logits, learned = self._step(laid(views), False)
-        return logits, torch.tensor(learned)
+        return logits, torch.as_tensor(learned)
 
     def scan(self, stream: Tensor) -> Tensor:
         return torch.stack([self.step(views)[0] for views in stream], 1)
@@ -133,7 +131,7 @@ class ByImage:
     def warm_up(self, views: int) -> None:
         self.peek(example(self.task, views))
 
-    def _step(self, views: Tensor, looks: bool) -> tuple[Tensor, list[bool]]:
+    def _step(self, views: Tensor, looks: bool) -> tuple[Tensor, list[bool] | Tensor]:
         """Logits (S, C) and which runs learned; where it only `looks`, the state is left as it was."""
         raise NotImplementedError
 
@@ -150,16 +148,6 @@ def _ln2(real: Any) -> tuple[Any, Any]:
     single = real is np.float32
     high = 0.693359375 if single else 0.693145751953125
     return real(high), real(-2.12194440054690583e-4 if single else 1.42860682030941723212e-6)
-
-
-@intrinsic
-def fma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
-    """a * b + c, rounded once."""
-
-    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.fma(*arguments)
-
-    return a(a, a, a), build
 
 
 def exp(x: float) -> float:
@@ -243,131 +231,80 @@ def _largest(row: Any) -> Any:
     return of
 
 
-def _summed(builder: Any, length: Any, real: Any, width: int, more: Any, last: Any) -> Any:
-    """IR that sums numbers of type `real`, `SUMS * width` side by side, then these, then what is left over.
-
-    Vector instructions written out, since a compiler may make them of a sum only by taking it in its own order.
-    `more(index, sums)` adds a vector's worth of numbers to a vector of sums, and `last(index, sum)` one to one.
-    """
-    wide, whole = ir.VectorType(real, width), ir.Constant(length.type, SUMS * width)
-    blocks = builder.sdiv(length, whole)
-    sums = [cgutils.alloca_once_value(builder, ir.Constant(wide, [0.0] * width)) for _ in range(SUMS)]
-    with cgutils.for_range(builder, blocks) as loop:
-        base = builder.mul(loop.index, whole)
-        for number, place in enumerate(sums):
-            index = builder.add(base, ir.Constant(length.type, number * width))
-            builder.store(more(index, builder.load(place)), place)
-    rows = [builder.load(place) for place in sums]
-    while len(rows) > 1:
-        rows = [builder.fadd(x, y) for x, y in zip(rows[::2], rows[1::2], strict=True)]
-    lanes = [builder.extract_element(rows[0], ir.Constant(ir.IntType(32), lane)) for lane in range(width)]
-    total = lanes[0]
-    for lane in lanes[1:]:
-        total = builder.fadd(total, lane)
-    result = cgutils.alloca_once_value(builder, total)
-    rest = cgutils.for_range_slice(builder, builder.mul(blocks, whole), length, ir.Constant(length.type, 1))
-    with rest as (index, _):
-        builder.store(last(index, builder.load(result)), result)
-    return builder.load(result)
-
-
-def _reader(builder: Any, address: Any, real: Any) -> Any:
-    """IR that loads a number, or a vector of them, at an index from an address."""
-    start, size = builder.inttoptr(address, real.as_pointer()), 4 if real == ir.FloatType() else 8
-
-    def load(index: Any, kind: Any = real) -> Any:
-        return builder.load(builder.bitcast(builder.gep(start, [index]), kind.as_pointer()), align=size)
-
-    return load
-
-
-@intrinsic
-def _dot(typingctx: Any, one: Any, other: Any, count: Any, zero: Any) -> Any:
-    """The product of two vectors of `count` numbers at two addresses, each of the kind of `zero`."""
-
-    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        real, width = context.get_value_type(zero), 8 if zero == types.float32 else 4
-        wide = ir.VectorType(real, width)
-        name = f"llvm.fma.v{width}f{32 if width == 8 else 64}"
-        fused = cgutils.get_or_insert_function(builder.module, ir.FunctionType(wide, [wide] * 3), name)
-        sides = [_reader(builder, address, real) for address in arguments[:2]]
-
-        def more(index: Any, sums: Any) -> Any:
-            return builder.call(fused, [*(load(index, wide) for load in sides), sums])
-
-        def last(index: Any, total: Any) -> Any:
-            return builder.fma(*(load(index) for load in sides), total)
-
-        return _summed(builder, arguments[2], real, width, more, last)
-
-    return zero(types.intp, types.intp, types.intp, zero), build
-
-
-@intrinsic
-def _total(typingctx: Any, one: Any, count: Any, zero: Any) -> Any:
-    """The sum in double of `count` numbers at an address, each of the kind of `zero`."""
-
-    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        real, double, width = context.get_value_type(zero), ir.DoubleType(), 4
-        load, single = _reader(builder, arguments[0], real), real == ir.FloatType()
-
-        def longer(value: Any, kind: Any) -> Any:
-            return builder.fpext(value, kind) if single else value
-
-        def more(index: Any, sums: Any) -> Any:
-            value = load(index, ir.VectorType(real, width))
-            return builder.fadd(sums, longer(value, ir.VectorType(double, width)))
-
-        def last(index: Any, total: Any) -> Any:
-            return builder.fadd(total, longer(load(index), double))
-
-        return _summed(builder, arguments[1], double, width, more, last)
-
-    return types.float64(types.intp, types.intp, zero), build
+@row_loop(sums=1)
+def _dot(rows: Any, numbers: Any, sums: Any) -> Any:
+    return None, (rows[0].fma(rows[1], sums[0]),)
 
 
 @compiled
-def dot_rows(one: Array, i: int, other: Array, j: int) -> Any:
-    """The product of a row of one matrix with a row of another.
+def row_at(rows: Array, place: int) -> Any:
+    """The address of a row of a matrix; of a vector, with place 0.
 
-    Matrices are taken whole: a row of its own would be counted in and out of use, which costs as much as the row does.
+    Loops take matrices whole: a row of its own would be counted in and out of use, which costs as much as the row does.
     """
-    zero, count = one.dtype.type(0), one.shape[1]
-    return _dot(one.ctypes.data + i * one.strides[0], other.ctypes.data + j * other.strides[0], count, zero)
+    return np.intp(rows.ctypes.data) + place * rows.strides[0]
+
+
+@compiled
+def dot_at(one: int, other: int, count: int, like: Any) -> Any:
+    """The product of two vectors of `count` numbers at two addresses, in the precision of `like`."""
+    return _dot((one, other), count, (like,))[0]
 
 
 @compiled
 def dot(one: Array, other: Array) -> Any:
-    """The product of two vectors."""
-    return dot_rows(one.reshape(1, -1), 0, other.reshape(1, -1), 0)
+    """The product of two vectors; what lies scattered is refused when it is compiled."""
+    return dot_at(row_at(one.reshape(1, -1), 0), row_at(other.reshape(1, -1), 0), len(one), one.dtype.type(0))
 
 
 @compiled
-def length_at(rows: Array, place: int) -> Any:
+def length_of(square: Any) -> float:
+    """A length by its square; 1 for a zero row."""
+    return math.sqrt(square) if square > 0 else 1.0
+
+
+@compiled
+def length_at(rows: Array, place: int) -> float:
     """The length of a row of a matrix; 1 for a zero row."""
-    square = dot_rows(rows, place, rows, place)
-    return rows.dtype.type(math.sqrt(square)) if square > 0 else rows.dtype.type(1)
+    row = row_at(rows, place)
+    return length_of(dot_at(row, row, rows.shape[1], rows.dtype.type(0)))
 
 
 @compiled
-def total(numbers: Array) -> float:
-    """The sum of numbers (N,), in double."""
-    return _total(numbers.ctypes.data, len(numbers), numbers.dtype.type(0))
+def lengths(rows: Array) -> Array:
+    """The lengths (C,) of the rows of a matrix; 1 for a zero row."""
+    found = np.empty(len(rows), rows.dtype)
+    for c in range(len(rows)):
+        found[c] = length_at(rows, c)
+    return found
+
+
+@row_loop(sums=2, double=True)
+def _weighed(rows: Any, numbers: Any, sums: Any) -> Any:
+    (chance, value), (top,) = rows, numbers
+    return None, (sums[0] + chance.double(), sums[1] + (chance * (value - top)).double())
 
 
 @compiled
-def spike(logits: Array) -> tuple[Any, float, float]:
+def weighed(chances: Array, values: Array, top: Any) -> tuple[float, float]:
+    """The sum of chances (C,), and that of chances times values less `top`; both in double.
+
+    Where one class has nearly all, an entropy is a small difference.
+    """
+    return _weighed((row_at(chances, 0), row_at(values, 0)), len(chances), (top,))
+
+
+@compiled
+def spike(logits: Array, chance: Array) -> tuple[Any, float, float]:
     """The largest logit (C,), the sum of exponentials under it, and the entropy of the softmax in nats.
 
-    Sums are taken in double: where one class has nearly all, the entropy is a small difference.
+    `chance` (C,) is a scratch buffer.
     """
     top = largest(logits)
-    chance, weighted = np.empty((2, len(logits)), logits.dtype)
     for c in range(len(logits)):
         chance[c] = exp(logits[c] - top)
-        weighted[c] = chance[c] * (logits[c] - top)
-    whole = total(chance)
-    return top, whole, math.log(whole) - total(weighted) / whole
+    whole, weighted = weighed(chance, logits, top)
+    return top, whole, math.log(whole) - weighted / whole
 
 
 @compiled

@@ -102,11 +102,11 @@ class Stepper(ByImage):
                 numbers = self.numbers[s]
                 taken = push(*self.positive[s], *offer[:3])
                 if moderate[s]:
-                    taken |= push_negative(*self.negative[s], *offer, numbers.neg_mask_lower, numbers.neg_mask_upper)
+                    taken |= push_negative(self.negative[s], *offer, numbers.neg_mask_lower, numbers.neg_mask_upper)
                 learned.append(taken)
                 # 3. zero-shot logits, raised by the positive cache and lowered by the negative one
                 add(*self.positive[s], offer[1], numbers.pos_alpha, numbers.pos_beta, row)
-                subtract(*self.negative[s], offer[1], numbers.neg_alpha, numbers.neg_beta, row)
+                subtract(self.negative[s], offer[1], numbers.neg_alpha, numbers.neg_beta, row)
         return logits, learned
 
     def snapshot(self) -> list[State]:
@@ -125,11 +125,10 @@ def _negative(state: State, numbers: Numbers) -> Negative:
     lower, upper = numbers.neg_mask_lower, numbers.neg_mask_upper
     probs = owned(state.negative_prob)
     classes, slots, _ = probs.shape
+    lengths = ((lower < probs) & (probs < upper)).sum(2)
     # fewer than 1 / lower classes can have more than that, but for the rounding of their sum
     room = min(classes, int(1.01 / lower) + 1) if lower > 0 else classes
-    lengths = np.zeros((classes, slots), np.int64)
-    count_all(probs, lower, upper, lengths)  # a saved state may hold anything
-    possible = np.zeros((classes, slots, lengths.max(initial=room)), np.int32)
+    possible = np.zeros((classes, slots, lengths.max(initial=room)), np.int32)  # a saved state may hold anything
     list_all(probs, lower, upper, possible)
     keys, cost = map(owned, state.negative)
     return Negative(keys, cost, probs, possible, lengths)
@@ -155,39 +154,20 @@ def list_all(probs: Array, lower: float, upper: float, possible: Array) -> None:
 
 
 @compiled
-def count_all(probs: Array, lower: float, upper: float, lengths: Array) -> None:
-    """How many classes `list_possible` will find for each item (C, M) of a cache."""
-    for c in range(probs.shape[0]):
-        for m in range(probs.shape[1]):
-            for prob in probs[c, m]:
-                lengths[c, m] += lower < prob and prob < upper
-
-
-@compiled
 def push_negative(
-    keys: Array,
-    cost: Array,
-    probs: Array,
-    possible: Array,
-    lengths: Array,
-    label: int,
-    feature: Array,
-    price: float,
-    prob: Array,
-    lower: float,
-    upper: float,
+    cache: Negative, label: int, feature: Array, price: float, prob: Array, lower: float, upper: float
 ) -> bool:
     """`push` for a negative cache, whose items also hold probabilities (C,) and list the classes between the bounds."""
     price = settled(price)
-    place = rank(cost[label], price)
+    place = rank(cache.cost[label], price)
     if place >= 0:
-        make_room(cost[label], place)
-        make_room(keys[label], place)
-        make_room(probs[label], place)
-        make_room(possible[label], place)
-        make_room(lengths[label], place)
-        cost[label, place], keys[label, place], probs[label, place] = price, feature, prob
-        lengths[label, place] = list_possible(prob, lower, upper, possible[label, place])
+        make_room(cache.cost[label], place)
+        make_room(cache.keys[label], place)
+        make_room(cache.probs[label], place)
+        make_room(cache.possible[label], place)
+        make_room(cache.lengths[label], place)
+        cache.cost[label, place], cache.keys[label, place], cache.probs[label, place] = price, feature, prob
+        cache.lengths[label, place] = list_possible(prob, lower, upper, cache.possible[label, place])
     return place >= 0
 
 
@@ -201,18 +181,9 @@ def add(keys: Array, cost: Array, feature: Array, alpha: float, beta: float, log
 
 
 @compiled
-def subtract(
-    keys: Array,
-    cost: Array,
-    probs: Array,
-    possible: Array,
-    lengths: Array,
-    feature: Array,
-    alpha: float,
-    beta: float,
-    logits: Array,
-) -> None:
+def subtract(cache: Negative, feature: Array, alpha: float, beta: float, logits: Array) -> None:
     """Lower the logits (C,) of the classes that each item held possible, by its affinity to the feature (D,)."""
+    keys, cost, possible, lengths = cache.keys, cache.cost, cache.possible, cache.lengths
     one = feature.dtype.type(1)
     for c in range(len(cost)):
         for m in range(filled(cost[c])):
