@@ -144,7 +144,7 @@ def test_a_class_derived_from_a_method_runs_its_own_steps() -> None:
 
     task, _ = toy()
     assert form_of(task, Own()) is None
-    assert form_of(task, oracle.parts_of(DMN())) is None
+    assert form_of(task, oracle.oracle_of(DMN())) is None
 
 
 def test_a_state_that_holds_more_than_probabilities_is_asked_in_full() -> None:
