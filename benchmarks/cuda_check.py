@@ -116,7 +116,7 @@ def threads(device: str, images: int) -> int:
     return failed
 
 
-def looks(device: str, images: int) -> int:
+def peeking(device: str, images: int) -> int:
     """`predict`, then `step`, image by image; how many methods give another answer."""
     failed = 0
     task, stream = problem(device, images)
@@ -149,7 +149,7 @@ def main() -> int:
     options = parser.parse_args()
     failed = sum(traces(folder, options.device) for folder in options.folders)
     failed += threads(options.device, options.images)
-    failed += looks(options.device, options.images)
+    failed += peeking(options.device, options.images)
     print("failed:", failed)
     return 1 if failed else 0
 

@@ -67,18 +67,18 @@ class Start(NamedTuple):
 @contextmanager
 def tiles(changes: str) -> Iterator[None]:
     """While inside, tiles changed as by "pull.SPLIT=1 choose.PART=64", with few classes too; splits are as given."""
-    before, room = copy.deepcopy((dpe.TILES, dpe.SMALL)), dpe.ROOM
+    before, room = copy.deepcopy((dpe.TILES, dpe.SMALL)), dpe.GROUP_BYTES
     for change in changes.split():
         place, value = change.split("=")
         kernel, option = place.split(".")
         dpe.TILES[kernel][option] = dpe.SMALL[kernel][option] = int(value)
-        dpe.ROOM = 10**9
+        dpe.GROUP_BYTES = 10**9
     try:
         yield
     finally:
         dpe.TILES.update(before[0])
         dpe.SMALL.update(before[1])
-        dpe.ROOM = room
+        dpe.GROUP_BYTES = room
 
 
 def start(classes: int, dim: int, views: int, images: int, alike: bool = False) -> Start:

@@ -45,7 +45,7 @@ from testtime.images.draw import draw  # noqa: E402
 from testtime.images.reading import read_image  # noqa: E402
 from testtime.images.views import views as pillow_views  # noqa: E402
 from testtime.machine.threads import workers  # noqa: E402
-from testtime.steppers import form_of, open_stepper  # noqa: E402
+from testtime.steppers import fast_of, open_stepper  # noqa: E402
 from testtime.steppers.gpu import dpe as kernels_of_dpe  # noqa: E402
 from testtime.steppers.gpu import graph  # noqa: E402
 from testtime.types import Task, ViewPlan  # noqa: E402
@@ -145,8 +145,8 @@ def random_encoder(name: str, device: torch.device, dtype: torch.dtype | None = 
     for part in model.modules():
         if isinstance(part, torch.nn.BatchNorm2d):
             part.weight.data.uniform_(0.5, 1.5)  # fresh ones let nothing through
-    looks = clip.make_preprocess(vars(open_clip.transform.PreprocessCfg(size=model.visual.image_size)))
-    return clip.OpenClip(name, model, open_clip.get_tokenizer(name), looks, device, dtype)
+    peeking = clip.make_preprocess(vars(open_clip.transform.PreprocessCfg(size=model.visual.image_size)))
+    return clip.OpenClip(name, model, open_clip.get_tokenizer(name), peeking, device, dtype)
 
 
 def on_device(state: Any, device: torch.device) -> Any:
@@ -167,7 +167,7 @@ def step(bench: Bench) -> None:
         method = tt.make_method(name)
         start = state if name == "dpe" else method.init(task)
         ways: dict[str, Callable[..., Any]] = {"captured": graph.Stepper} if bench.gpu else {"stepper": open_stepper}
-        if bench.gpu and form_of(task, method):
+        if bench.gpu and fast_of(task, method):
             ways["own kernels, captured"] = kernels_of_dpe.Stepper
         with torch.inference_mode():
             bench.note("step", f"{name}, plain", bench.ms(partial(method.scan, task, start, images)) / len(images))
@@ -211,11 +211,11 @@ def float8(bench: Bench) -> None:
     """The encoder's large products in 8 bits, which is off by default: what it gives, and what it costs."""
     plain = random_encoder("tiny" if bench.quick else "ViT-B-16", bench.device, torch.bfloat16)
     exact = random_encoder("tiny" if bench.quick else "ViT-B-16", bench.device, torch.float32)
-    looks, count = plain.preprocess, 4 * bench.views
-    views = [pillow_views(photograph(number), bench.views, looks, seed=0, index=number) for number in range(4)]
-    shift, gain = (torch.tensor(x)[:, None, None] for x in (looks.mean, looks.std))
+    peeking, count = plain.preprocess, 4 * bench.views
+    views = [pillow_views(photograph(number), bench.views, peeking, seed=0, index=number) for number in range(4)]
+    shift, gain = (torch.tensor(x)[:, None, None] for x in (peeking.mean, peeking.std))
     grey = (255 * (torch.cat(views) * gain + shift)).round().to(bench.device)
-    truth = exact.encode_images(gpu_views.normalise(grey, looks, torch.float32))
+    truth = exact.encode_images(gpu_views.normalise(grey, peeking, torch.float32))
     bench.note("float8", "1 - cosine of two images' features, mean", float(1 - (truth @ truth.T).mean()), "")
     for plain.float8, name in ((False, "bfloat16"), (True, "float8")):
         captured = Compiled(plain, count)
@@ -228,22 +228,22 @@ def float8(bench: Bench) -> None:
 
 def views(bench: Bench) -> None:
     """Making the views of one image: drawing, crops, AugMix, and Pillow's way; and how far the two are apart."""
-    looks = bench.encoder("ViT-B-16").preprocess
+    peeking = bench.encoder("ViT-B-16").preprocess
     image = photograph(0)
     picture = gpu_views.as_picture(image).to(bench.device)
     for augmix in (False, True):
         name = "AugMix" if augmix else "crops"
         options = dict(seed=0, index=5, augmix=augmix)
-        drawing = partial(draw, image.size, bench.views, looks.size, **options)
+        drawing = partial(draw, image.size, bench.views, peeking.size, **options)
         bench.note("views", f"{name}: drawing what is random", bench.ms(drawing))
-        make = partial(gpu_views.grey_views, [picture], [drawing()], looks)
+        make = partial(gpu_views.grey_views, [picture], [drawing()], peeking)
         bench.note("views", f"{name}: one image", bench.ms(make))
-        four = partial(gpu_views.grey_views, [picture] * 4, [drawing()] * 4, looks)
+        four = partial(gpu_views.grey_views, [picture] * 4, [drawing()] * 4, peeking)
         bench.note("views", f"{name}: four images, each", bench.ms(four) / 4)
         if bench.gpu:
             bench.profiled[f"views, {name}"] = make
-        by_pillow = partial(pillow_views, image, bench.views, looks, **options)
-        ours, std = gpu_views.normalise(make()[0].cpu().float(), looks, torch.float32), torch.tensor(looks.std)
+        by_pillow = partial(pillow_views, image, bench.views, peeking, **options)
+        ours, std = gpu_views.normalise(make()[0].cpu().float(), peeking, torch.float32), torch.tensor(peeking.std)
         apart = (ours - by_pillow()).mul(255 * std[:, None, None]).abs().flatten(1).mean(1)
         bench.note("views", f"{name}: mean difference from Pillow", float(apart.mean()), "grey levels")
         bench.note("views", f"{name}: largest mean difference of a view", float(apart.max()), "levels")

@@ -14,7 +14,7 @@ from testtime.methods.dpe import DPE
 from testtime.methods.tda import TDA
 from testtime.methods.tps import TPS
 from testtime.ops import unit
-from testtime.steppers import laid_task, open_stepper
+from testtime.steppers import aligned_task, open_stepper
 from testtime.types import Task
 
 METHODS = {
@@ -128,7 +128,7 @@ def undecided(task: Task, method: Any, state: Any, views: Tensor, random: torch.
     """Whether the method's own step hangs on last digits: it differs if numbers change by so little."""
     expected = outcome(open_stepper(task, [method], [state], reference=True), views)
     for _ in range(40):
-        other = laid_task(Task(task.text + noise(task.text, random), task.classnames, task.scale))
+        other = aligned_task(Task(task.text + noise(task.text, random), task.classnames, task.scale))
         moved = open_stepper(other, [method], [shaken(state, random)], reference=True)
         if not alike(outcome(moved, views + noise(views, random)), expected):
             return True
@@ -153,7 +153,7 @@ def disagreements(seed: int, count: int) -> tuple[int, list[str]]:
     steps, found = 0, []
     for case, random in cases(seed, count):
         method, text = METHODS[case.method], prototypes(case, random)
-        task = laid_task(Task(text, tuple(map(str, range(case.classes))), case.scale))
+        task = aligned_task(Task(text, tuple(map(str, range(case.classes))), case.scale))
         state = method.init(task)
         for kind in case.images:
             views = image(kind, text, case.views, random).to(case.dtype)

@@ -205,7 +205,7 @@ KINDS = {
 }
 
 # what a person who means ill writes into a field
-ODD = (
+UNENCODABLE = (
     b"99999999999", b"-1", b"9" * 5000, b"NaN", b"Infinity", b"1e999", b"1.5", b"null", b"[]", b"{}", b"true", b'""',
     b'"\\ud800"', b"\x00", b"\xff", b"[" * 3000, b'{"a":' * 3000, b'"../../etc/passwd"', b"0x10", b"\xd9\xa3",
     b"path", b'"path"', b"5", b"18446744073709551615", b"\r", b"\n", b"\t", b'"', b",", b"os system", b"\x7f" * 8,
@@ -242,7 +242,7 @@ def splice(content: bytes, chance: random.Random) -> bytes:
 
 def insert(content: bytes, chance: random.Random) -> bytes:
     where = chance.randrange(len(content) + 1)
-    return content[:where] + chance.choice(ODD) + content[where + chance.choice((0, 0, 1, 4)) :]
+    return content[:where] + chance.choice(UNENCODABLE) + content[where + chance.choice((0, 0, 1, 4)) :]
 
 
 def number(content: bytes, chance: random.Random) -> bytes:
@@ -258,7 +258,7 @@ def value(content: bytes, chance: random.Random) -> bytes:
     if not fields:
         return insert(content, chance)
     field = chance.choice(fields)
-    return content[: field.start()] + chance.choice(ODD) + content[field.end() :]
+    return content[: field.start()] + chance.choice(UNENCODABLE) + content[field.end() :]
 
 
 def record(content: bytes, chance: random.Random) -> bytes:

@@ -15,7 +15,7 @@ from small_data import make_folders
 import testtime as tt
 from testtime.encoding import store as features
 from testtime.encoding import stream as streams
-from testtime.machine.interrupts import held_back, told
+from testtime.machine.interrupts import deferred_interrupts, on_interrupt
 from testtime.types import Interrupted
 
 
@@ -23,7 +23,7 @@ def test_an_interrupt_waits_until_the_block_has_ended() -> None:
     done = []
     usual = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with pytest.raises(KeyboardInterrupt), held_back():
+        with pytest.raises(KeyboardInterrupt), deferred_interrupts():
             os.kill(os.getpid(), signal.SIGINT)
             done.append("all of it")
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -36,7 +36,7 @@ def test_other_threads_are_let_through() -> None:
     passed = []
 
     def work() -> None:
-        with held_back():
+        with deferred_interrupts():
             passed.append(True)
 
     thread = threading.Thread(target=work)
@@ -46,7 +46,7 @@ def test_other_threads_are_let_through() -> None:
 
 
 def test_an_interrupt_becomes_the_line_that_says_what_is_kept() -> None:
-    with pytest.raises(Interrupted, match="all of it") as caught, told(lambda: "all of it"):
+    with pytest.raises(Interrupted, match="all of it") as caught, on_interrupt(lambda: "all of it"):
         raise KeyboardInterrupt
     assert caught.value.exit_code == 130
 

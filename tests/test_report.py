@@ -70,7 +70,7 @@ def test_page_says_accuracy_gain_and_time():
     words = Page(page).words
     said = ["A page", "Pets", "Zero-shot", "DPE", "50.0%", "75.0%", "+25.0", "12.3", "alpha=6", "2 cores"]
     assert not set(said) - set(words)
-    assert "25 / 0" in words  # put right, spoilt
+    assert "25 / 0" in words  # corrected, broken
 
 
 def test_a_loss_has_a_minus_and_no_change_has_no_sign():
@@ -101,7 +101,7 @@ def test_markup_in_names_stays_text():
         title=NASTY,
         subtitle=NASTY,
         text=NASTY,
-        facts={NASTY: NASTY, "command": NASTY},
+        conditions={NASTY: NASTY, "command": NASTY},
     )
     page = report.html([given, given], {NASTY: NASTY}, NASTY)
     parsed, plain = Page(page), Page(report.html([stream(classes=4), stream(classes=4)], {"a": "b"}, "t"))

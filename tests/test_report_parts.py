@@ -286,10 +286,10 @@ def test_thumbnails_are_small_bounded_and_skip_what_cannot_be_read(tmp_path):
     assert list(thumbnails.make_thumbnails(paths, total=len(made[0]) + 5)) == [0]
 
 
-def test_examples_are_what_was_put_right_and_spoilt_most_confident_first():
+def test_examples_are_what_was_corrected_and_broken_most_confident_first():
     given = [answers("zeroshot", [1, 1, 0, 0]), answers("dpe", [0, 0, 1, 0], [0.4, 0.9, 0.5, 1.0])]
     made = stream([0, 0, 0, 0], [], [], answers=given)
-    assert changed_answers.righted_and_spoilt(made) == ([1, 0], [2])
+    assert changed_answers.corrected_and_broken(made) == ([1, 0], [2])
 
 
 # Without labels

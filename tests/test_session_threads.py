@@ -18,7 +18,7 @@ import torch
 
 import testtime as tt
 from testtime import Prediction, Session
-from testtime.machine.interrupts import held_back
+from testtime.machine.interrupts import deferred_interrupts
 
 
 @pytest.fixture(autouse=True)
@@ -108,8 +108,8 @@ def test_run_may_go_on_in_another_thread() -> None:
 
 def test_blocks_within_one_another_let_through_at_the_last() -> None:
     done = []
-    with pytest.raises(KeyboardInterrupt), held_back():
-        with held_back():
+    with pytest.raises(KeyboardInterrupt), deferred_interrupts():
+        with deferred_interrupts():
             press()
             done.append("inner")
         assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
@@ -118,7 +118,7 @@ def test_blocks_within_one_another_let_through_at_the_last() -> None:
 
 
 def test_blocks_that_overlap_restore_what_was_there() -> None:
-    one, other = held_back(), held_back()
+    one, other = deferred_interrupts(), deferred_interrupts()
     one.__enter__()
     other.__enter__()
     one.__exit__(None, None, None)
@@ -128,7 +128,7 @@ def test_blocks_that_overlap_restore_what_was_there() -> None:
 
 def test_handler_that_is_set_within_a_block_stays() -> None:
     heard = []
-    with held_back():
+    with deferred_interrupts():
         press()
         signal.signal(signal.SIGINT, lambda *_: heard.append(True))
     assert heard == [True]
@@ -137,7 +137,7 @@ def test_handler_that_is_set_within_a_block_stays() -> None:
 
 def test_ignored_interrupt_stays_ignored() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with held_back():
+    with deferred_interrupts():
         press()
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -147,7 +147,7 @@ def test_handler_that_is_not_pythons_is_left_alone(monkeypatch: pytest.MonkeyPat
     with monkeypatch.context() as patch:
         patch.setattr(signal, "getsignal", lambda number: None)
         patch.setattr(signal, "signal", None)
-        with held_back():
+        with deferred_interrupts():
             pass
 
 

@@ -25,8 +25,8 @@ from testtime.methods.dpe import DPE
 from testtime.methods.tda import TDA
 from testtime.methods.tps import TPS
 from testtime.session import session as engine
-from testtime.steppers import ALIGNMENT, form_of, laid, laid_rows, laid_task, open_stepper
-from testtime.steppers.forms import FORMS, SHARES, Form, understood
+from testtime.steppers import ALIGNMENT, aligned, aligned_task, fast_of, open_stepper, rows_aligned
+from testtime.steppers.fast import FAST, SHARES, Fast, supported
 from testtime.steppers.gpu import graph
 from testtime.steppers.plain import Plain, Row
 
@@ -52,7 +52,7 @@ COMPILED = {"dpe": DPE, "tda": TDA, "tps": TPS, "dmn": DMN}
 
 every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
 every_stepper = pytest.mark.parametrize("opened", STEPPERS.values(), ids=STEPPERS.keys())
-every_form = pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.module.rpartition('.')[2]}-{form.device}")
+every_fast = pytest.mark.parametrize("form", FAST, ids=lambda fast: f"{fast.module.rpartition('.')[2]}-{fast.device}")
 
 
 def same(first: Any, second: Any) -> bool:
@@ -78,8 +78,8 @@ def all_off_alignment(state: Any) -> Any:
 # What is chosen
 
 
-def method_of(form: Form) -> Any:
-    module, _, name = form.method.rpartition(".")
+def method_of(fast: Fast) -> Any:
+    module, _, name = fast.method.rpartition(".")
     return getattr(import_module(module), name)
 
 
@@ -97,53 +97,53 @@ def written_out(kind: Any) -> tuple[object, ...] | None:
     return (False, True) if kind is bool else None
 
 
-@every_form
-def test_a_form_says_what_it_understands_of_every_setting_and_of_no_other(form: Form) -> None:
-    settings = kinds(method_of(form))
-    assert form.understands.keys() == settings.keys()
-    assert set(form.together) <= settings.keys()
+@every_fast
+def test_a_form_says_what_it_understands_of_every_setting_and_of_no_other(fast: Fast) -> None:
+    settings = kinds(method_of(fast))
+    assert fast.supports.keys() == settings.keys()
+    assert set(fast.together) <= settings.keys()
 
 
-@every_form
-def test_of_settings_with_few_values_those_understood_are_written_out(form: Form) -> None:
-    for name, kind in kinds(method_of(form)).items():
+@every_fast
+def test_of_settings_with_few_values_those_understood_are_written_out(fast: Fast) -> None:
+    for name, kind in kinds(method_of(fast)).items():
         values = written_out(kind)
         if values is not None:
-            known = form.understands[name]
+            known = fast.supports[name]
             assert isinstance(known, tuple), name
             assert known and set(known) <= set(values), name
 
 
-@every_form
+@every_fast
 def test_a_value_that_is_not_listed_is_left_to_the_method_s_own_steps(
-    form: Form, monkeypatch: pytest.MonkeyPatch
+    fast: Fast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip(form.needs)
-    monkeypatch.setattr(steppers, "FORMS", [form._replace(device="cpu")])
+    pytest.importorskip(fast.needs)
+    monkeypatch.setattr(steppers, "FORMS", [fast._replace(device="cpu")])
     task, _, _ = tt.toy()
-    method = method_of(form)()
-    assert form_of(task, method) is not None
+    method = method_of(fast)()
+    assert fast_of(task, method) is not None
     unlisted = 0
     for name, kind in kinds(type(method)).items():
-        known = form.understands[name]
+        known = fast.supports[name]
         values: tuple[object, ...] = ("novel",)
         if isinstance(known, tuple):
             values += tuple(value for value in (*(written_out(kind) or ()), 7) if value not in known)
         for value in values:
             other = made_up(method, name, value)
-            assert form_of(task, other) is None, f"{name}={value!r}"
+            assert fast_of(task, other) is None, f"{name}={value!r}"
             assert isinstance(open_stepper(task, [other], [method.init(task)]), Plain)
             unlisted += 1
-    assert unlisted >= len(form.understands)
+    assert unlisted >= len(fast.supports)
 
 
-@every_form
-def test_a_setting_that_a_form_does_not_know_is_left_to_the_method_s_own_steps(form: Form) -> None:
-    method = method_of(form)()
-    assert understood(form, method)
-    for name in form.understands:
-        known = {other: values for other, values in form.understands.items() if other != name}
-        assert not understood(form._replace(understands=known), method), name
+@every_fast
+def test_a_setting_that_a_form_does_not_know_is_left_to_the_method_s_own_steps(fast: Fast) -> None:
+    method = method_of(fast)()
+    assert supported(fast, method)
+    for name in fast.supports:
+        known = {other: values for other, values in fast.supports.items() if other != name}
+        assert not supported(fast._replace(supports=known), method), name
 
 
 def test_every_update_rule_of_the_text_has_a_share_of_its_own() -> None:
@@ -192,10 +192,10 @@ def test_a_peek_gives_what_the_step_then_gives_and_leaves_the_state_as_it_was(
     undisturbed, stepper = (opened(task, [method], [method.init(task)]) for _ in range(2))
     for place, image in enumerate(stream):
         before = copied(stepper.snapshot())
-        looks = [stepper.peek(image), stepper.peek(stream[place * 7 % 24]), stepper.peek(image)]
+        peeking = [stepper.peek(image), stepper.peek(stream[place * 7 % 24]), stepper.peek(image)]
         assert all(map(torch.equal, leaves(stepper.snapshot()), before))
         (logits, learned), (expected, expected_learned) = stepper.step(image), undisturbed.step(image)
-        assert torch.equal(looks[0], logits) and torch.equal(looks[2], logits)
+        assert torch.equal(peeking[0], logits) and torch.equal(peeking[2], logits)
         assert torch.equal(logits, expected) and same(stepper.snapshot(), undisturbed.snapshot())
         assert learned.shape == (1,) and learned.dtype == torch.bool and torch.equal(learned, expected_learned)
 
@@ -328,14 +328,14 @@ def products(session: tt.Session, chunks: Any) -> tuple[list[tuple[Any, ...]], T
 @every_method
 @pytest.mark.parametrize("views", [1, 12])
 @pytest.mark.parametrize("dim", [30, 32])
-@pytest.mark.parametrize("text", [laid, off_alignment], ids=["text aligned", "text 8 bytes off"])
+@pytest.mark.parametrize("text", [aligned, off_alignment], ids=["text aligned", "text 8 bytes off"])
 def test_factors_of_products_lie_alike_wherever_a_stream_is_cut(
     method: Any, views: int, dim: int, text: Callable[[Tensor], Tensor], tmp_path: Path
 ) -> None:
-    aligned, stream, _ = tt.toy(classes=7, dim=dim, images=16, views=views)
-    task = replace(aligned, text=text(aligned.text))
+    whole_task, stream, _ = tt.toy(classes=7, dim=dim, images=16, views=views)
+    task = replace(whole_task, text=text(whole_task.text))
     opened = partial(tt.Session, method=method, reference=True)
-    whole, expected = products(opened(aligned), [stream])
+    whole, expected = products(opened(whole_task), [stream])
     assert whole
 
     session = opened(task)
@@ -363,13 +363,13 @@ def _after(session: tt.Session, chunks: Any) -> tt.Session:
 
 def test_a_task_a_view_and_a_stream_are_aligned_only_where_they_are_not() -> None:
     task, stream, _ = tt.toy(dim=32)
-    task = laid_task(task)
-    assert laid_task(task) is task and laid(task.text) is task.text
-    shifted = laid_task(replace(task, text=off_alignment(task.text)))
+    task = aligned_task(task)
+    assert aligned_task(task) is task and aligned(task.text) is task.text
+    shifted = aligned_task(replace(task, text=off_alignment(task.text)))
     assert shifted.text.data_ptr() % ALIGNMENT == 0 and torch.equal(shifted.text, task.text)
-    assert laid(task.text.T).is_contiguous()
-    assert laid_rows(stream) and not laid_rows(off_alignment(stream)) and not laid_rows(stream[:, :3])
-    assert not laid_rows(tt.toy(dim=30, views=1)[1])
+    assert aligned(task.text.T).is_contiguous()
+    assert rows_aligned(stream) and not rows_aligned(off_alignment(stream)) and not rows_aligned(stream[:, :3])
+    assert not rows_aligned(tt.toy(dim=30, views=1)[1])
 
 
 def arrays(part: Any) -> Iterator[tuple[str, Any]]:
@@ -394,7 +394,7 @@ def test_matrices_that_compiled_loops_multiply_begin_with_a_line_of_the_cache(se
         evolutions.add(int(run.run.updates[0]) % 2)
         # what holds one number for each class never is a factor, and begins anywhere
         matrices = [(name, array) for name, array in arrays(run.run) if array.ndim > 1]
-        for name, array in [*matrices, *arrays(run.room)]:
+        for name, array in [*matrices, *arrays(run.scratch)]:
             assert not array.size or (array.ctypes.data % ALIGNMENT == 0 and array.flags.c_contiguous), name
     assert evolutions == {0, 1}  # text prototypes change places with those they evolve to
 
@@ -412,16 +412,16 @@ def test_compiled_loops_get_every_image_at_a_line_of_the_cache(monkeypatch: pyte
 
     monkeypatch.setattr(dpe_loops, "scan", spy)
     for dim, views, place, lengths in (
-        (32, 2, laid, [9]),  # images of 256 bytes each
+        (32, 2, aligned, [9]),  # images of 256 bytes each
         (32, 2, off_alignment, [1] * 9),
-        (30, 1, laid, [1] * 9),
-        (30, 12, laid, [1] * 9),
+        (30, 1, aligned, [1] * 9),
+        (30, 12, aligned, [1] * 9),
     ):
         task, stream, _ = tt.toy(dim=dim, images=9, views=views)
         images.clear()
         logits = open_stepper(task, [DPE()]).scan(place(stream))
         assert images == lengths
-        assert torch.equal(logits, torch.cat([open_stepper(task, [DPE()]).scan(laid(stream))]))
+        assert torch.equal(logits, torch.cat([open_stepper(task, [DPE()]).scan(aligned(stream))]))
 
 
 def test_compiled_loops_round_in_the_order_that_is_written() -> None:

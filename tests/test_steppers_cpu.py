@@ -17,7 +17,7 @@ from testtime.methods.base import leaves
 from testtime.methods.dmn import DMN
 from testtime.methods.tda import TDA
 from testtime.methods.tps import TPS
-from testtime.steppers import form_of, laid_task, open_stepper, together
+from testtime.steppers import aligned_task, fast_of, open_stepper, together
 from testtime.steppers.plain import Plain, Row
 from testtime.steppers.sweep import sweep
 
@@ -70,7 +70,7 @@ def followed(task: tt.Task, method: Any, stream: torch.Tensor) -> None:
         assert not isinstance(stepper, Plain)
         kept = [leaf.clone() for leaf in leaves(state)]
         (logits,), (learned,) = stepper.step(image)
-        expected, after = method.step(laid_task(task), state, image)
+        expected, after = method.step(aligned_task(task), state, image)
         assert_close(logits, expected, "stepper", "logits")
         assert learned == method.learned(state, after)
         assert all(map(torch.equal, leaves(state), kept)), "the state given is left alone"
@@ -143,8 +143,8 @@ def test_a_class_derived_from_a_method_runs_its_own_steps() -> None:
         pass
 
     task, _ = toy()
-    assert form_of(task, Own()) is None
-    assert form_of(task, oracle.oracle_of(DMN())) is None
+    assert fast_of(task, Own()) is None
+    assert fast_of(task, oracle.oracle_of(DMN())) is None
 
 
 def test_a_state_that_holds_more_than_probabilities_is_asked_in_full() -> None:

@@ -18,7 +18,7 @@ import testtime as tt
 from testtime import steppers
 from testtime.methods.base import leaves
 from testtime.methods.dpe import DPE
-from testtime.steppers import form_of, laid_task, open_stepper
+from testtime.steppers import aligned_task, fast_of, open_stepper
 from testtime.steppers.cpu import dpe, dpe_loops, gemm, loops
 from testtime.steppers.plain import Plain
 
@@ -57,7 +57,7 @@ def test_each_step_is_the_method_s_own_from_the_same_state(settings, dtype, view
     for image in stream[:25]:
         stepper = dpe.Stepper(task, [method], [state])
         (logits,), (learned,) = stepper.step(image)
-        expected, after = method.step(laid_task(task), state, image)
+        expected, after = method.step(aligned_task(task), state, image)
         assert_close(logits, expected, "stepper", "logits")
         assert learned == method.learned(state, after)
         for ours, plain in zip(leaves(stepper.snapshot()[0]), leaves(after), strict=True):
@@ -81,7 +81,7 @@ def test_a_stream_ends_where_the_method_s_own_does(settings) -> None:
 )
 def test_what_the_loops_are_not_written_for_is_left_to_the_method(settings) -> None:
     task, stream, _ = toy(torch.float32, views=12)
-    assert form_of(task, DPE(**settings)) is None
+    assert fast_of(task, DPE(**settings)) is None
     assert isinstance(open_stepper(task, [DPE(**settings)]), Plain)
     assert torch.equal(
         tt.Session(task, DPE(**settings)).scan(stream), tt.Session(task, DPE(**settings), reference=True).scan(stream)
@@ -93,7 +93,7 @@ def test_a_class_derived_from_the_method_runs_its_own_steps() -> None:
         pass
 
     task, _, _ = toy(torch.float32)
-    assert form_of(task, Own()) is None and isinstance(open_stepper(task, [Own()]), Plain)
+    assert fast_of(task, Own()) is None and isinstance(open_stepper(task, [Own()]), Plain)
 
 
 def test_the_alignment_is_computed_anew_only_after_a_prototype_has_changed() -> None:

@@ -21,12 +21,12 @@ import testtime as tt
 from testtime import steppers
 from testtime.machine import capture
 from testtime.methods.dpe import DPE
-from testtime.steppers.forms import FORMS, understood
+from testtime.steppers.fast import FAST, supported
 from testtime.steppers.gpu import dpe, graph
 
 pytest.importorskip("triton")
 
-(KERNELS,) = (form for form in FORMS if form.device == "cuda")
+(KERNELS,) = (fast for fast in FAST if fast.device == "cuda")
 NOT_FOR_KERNELS = {"no queues", "views chosen again"}
 FITTING = [name for name in SETTINGS if name not in NOT_FOR_KERNELS]
 
@@ -373,7 +373,7 @@ def test_room_counts_what_a_run_takes_beside_its_state(monkeypatch: pytest.Monke
         methods = [DPE(), DPE(alpha=2.0)]
         steps = dpe.Kernels(methods, task, 1)
         taken = sum(buffer.nbytes for buffer in vars(steps).values() if isinstance(buffer, torch.Tensor))
-        assert 0.8 * taken < 2 * dpe.room(task) < 1.6 * taken
+        assert 0.8 * taken < 2 * dpe.scratch_bytes(task) < 1.6 * taken
 
 
 def test_every_kernel_compiles_for_a_gpu_that_is_not_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -384,15 +384,15 @@ def test_every_kernel_compiles_for_a_gpu_that_is_not_here(monkeypatch: pytest.Mo
 
 def test_stages_find_room_in_shared_memory() -> None:
     tile = {"ROWS": 128, "COLUMNS": 128, "DEPTH": 64}
-    assert [dpe._stages(tile, room) for room in (232_448, 166_912, 101_376, 49_152)] == [3, 2, 1, 1]
+    assert [dpe._stages(tile, scratch_bytes) for scratch_bytes in (232_448, 166_912, 101_376, 49_152)] == [3, 2, 1, 1]
 
 
 @pytest.mark.parametrize(
     "settings", [{"queue": 0}, {"multi_view_prediction": True}, {"steps": 2}, {"align_both": True}], ids=str
 )
 def test_settings_that_the_kernels_are_not_written_for_are_left_alone(settings: dict[str, Any]) -> None:
-    assert understood(KERNELS, DPE())
-    assert not understood(KERNELS, DPE(**settings))
+    assert supported(KERNELS, DPE())
+    assert not supported(KERNELS, DPE(**settings))
 
 
 def test_other_methods_precisions_and_sizes_are_left_alone() -> None:
@@ -400,7 +400,7 @@ def test_other_methods_precisions_and_sizes_are_left_alone() -> None:
         pass
 
     task, _, _ = tt.toy()
-    assert not understood(KERNELS, Own()) and not understood(KERNELS, tt.make_method("tda"))
+    assert not supported(KERNELS, Own()) and not supported(KERNELS, tt.make_method("tda"))
     assert dpe.fits(task) and not dpe.fits(task.to(dtype=torch.float64))
     ghost = SimpleNamespace(text=task.text, classes=dpe.MOST_CLASSES + 1)
     assert not dpe.fits(ghost)  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from testtime.methods.tda import TDA
 from testtime.ops import unit_views
 from testtime.steppers import room
 from testtime.steppers import sweep as sweeps
-from testtime.steppers.forms import FORMS
+from testtime.steppers.fast import FAST
 from testtime.types import InputError
 
 GRID = [
@@ -43,7 +43,7 @@ def test_settings_that_do_not_fit_in_memory_together_run_in_turns(monkeypatch) -
     task, stream, _ = tt.toy(images=20)
     grid = [DPE(alpha=float(alpha)) for alpha in range(1, 6)]
     expected = tt.sweep(task, grid, [stream])
-    monkeypatch.setitem(sweeps.ROOM, "cpu", 2 * room(task, grid[0]))
+    monkeypatch.setitem(sweeps.GROUP_BYTES, "cpu", 2 * room(task, grid[0]))
     monkeypatch.setattr(sweeps, "TURNS", 1)
     for threads, sizes in ((1, [1, 2, 2]), (2, [1, 1, 1, 2]), (16, [1] * 5)):
         assert [len(group) for group in sweeps.grouped(task, grid, threads)] == sizes
@@ -66,7 +66,7 @@ def test_a_chunk_is_made_ready_once_for_all_groups(monkeypatch) -> None:
     grid = [DPE(alpha=float(alpha)) for alpha in range(1, 6)]
     seen = []
     monkeypatch.setattr(sweeps, "unit_views", lambda chunk, *_: seen.append(len(chunk)) or unit_views(chunk, *_))
-    monkeypatch.setitem(sweeps.ROOM, "cpu", room(task, grid[0]))
+    monkeypatch.setitem(sweeps.GROUP_BYTES, "cpu", room(task, grid[0]))
     assert len(sweeps.grouped(task, grid, 1)) == 5
     tt.sweep(task, grid, stream.split(12))
     assert seen == [12, 8]
@@ -76,7 +76,7 @@ def test_on_a_gpu_the_buffers_of_kernels_count_too(monkeypatch) -> None:
     pytest.importorskip("triton")
     from testtime.steppers.gpu import dpe
 
-    monkeypatch.setattr(steppers, "FORMS", [form._replace(device="meta") for form in FORMS if form.device == "cuda"])
+    monkeypatch.setattr(steppers, "FORMS", [fast._replace(device="meta") for fast in FAST if fast.device == "cuda"])
     task, _, _ = tt.toy()
     ghost = copy.copy(task)  # a tensor that is not on the CPU, and takes no memory
     object.__setattr__(ghost, "text", task.text.to("meta"))

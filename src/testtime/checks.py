@@ -189,7 +189,7 @@ def reloads_by_name(encoder: Encoder, pixels: Tensor, texts: Sequence[str]) -> N
     _expect(torch.equal(again.encode_texts(texts), encoder.encode_texts(texts)), "loaded again, texts are the same")
 
 
-def facts_are_plain(encoder: Encoder, pixels: Tensor, texts: Sequence[str]) -> None:
+def plain_properties(encoder: Encoder, pixels: Tensor, texts: Sequence[str]) -> None:
     """Size, logit scale and device are what they should be."""
     _expect(isinstance(encoder.dim, int) and encoder.dim > 0, f"`dim` is a whole number above 0; it is {encoder.dim}")
     scale = encoder.scale
@@ -272,7 +272,7 @@ def _close(encoder: Encoder, rows: Tensor, expected: Tensor, promise: str) -> No
 
 
 ENCODER_CHECKS: tuple[Callable[[Encoder, Tensor, Sequence[str]], None], ...] = (
-    facts_are_plain,
+    plain_properties,
     unit_rows,
     same_rows_twice,
     batch_irrelevant,

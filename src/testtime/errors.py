@@ -15,7 +15,7 @@ The error tree:
 
 from __future__ import annotations
 
-ODD = "backslashreplace"  # what becomes of a file name that is not UTF-8, wherever it is written
+UNENCODABLE = "backslashreplace"  # what becomes of a file name that is not UTF-8, wherever it is written
 
 
 class TesttimeError(Exception):

@@ -219,7 +219,7 @@ class ViewPlan:
         """How many there are in all."""
         return self.count if self.variations is None else 2 * self.count - 1
 
-    def facts(self) -> dict[str, str]:
+    def metadata(self) -> dict[str, str]:
         """What a file says of the variations: nothing, where there are none."""
         return {} if self.variations is None else {"variations": getattr(self.variations, "name", "own")}
 

@@ -18,7 +18,7 @@ from testtime.cli import about, data, encode, experiments, prompts, replay, repo
 from testtime.cli.options import flag
 from testtime.cli.terminal import err
 from testtime.errors import InputError, Interrupted, TesttimeError
-from testtime.machine.interrupts import told
+from testtime.machine.interrupts import on_interrupt
 
 STOPPED = "Interrupted. No half-written file is left; start it again."
 
@@ -27,7 +27,7 @@ class Commands(TyperGroup):
     """The commands, with two endings that typer has its own way with: an interrupt, and a reader who has gone."""
 
     def invoke(self, ctx: Any) -> Any:
-        with told(lambda: STOPPED), unread():
+        with on_interrupt(lambda: STOPPED), unread():
             return super().invoke(ctx)
 
     def make_context(self, *arguments: Any, **options: Any) -> Any:

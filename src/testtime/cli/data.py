@@ -69,14 +69,14 @@ def info(
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    for key, value in _facts(row, prompts):
+    for key, value in _rows(row, prompts):
         table.add_row(key, escape(value))
     out.print(f"[bold]{escape(row.title)}[/]")
     out.print(table)
 
 
-def _facts(row: Benchmark, prompts: dict[str, list[str]]) -> list[tuple[str, str]]:
-    facts = [
+def _rows(row: Benchmark, prompts: dict[str, list[str]]) -> list[tuple[str, str]]:
+    rows = [
         ("name", row.name),
         ("test part", f"{row.images:,} images, {row.classes:,} classes"),
         ("download", row.archive),
@@ -86,11 +86,11 @@ def _facts(row: Benchmark, prompts: dict[str, list[str]]) -> list[tuple[str, str
         ("layout of TPT", row.tpt),
     ]
     if row.split:
-        facts.append(("listed in", row.split))
+        rows.append(("listed in", row.split))
     for track, texts in prompts.items():
         more = [f"and {len(texts) - 7} more"] if len(texts) > 7 else []
-        facts.append((f"prompts, {track}", "\n".join(texts[:7] + more)))
-    return facts
+        rows.append((f"prompts, {track}", "\n".join(texts[:7] + more)))
+    return rows
 
 
 def _finding(finding: Finding) -> dict[str, object]:

@@ -70,7 +70,7 @@ def run_demo(folder: Path, console: Console, as_json: bool = False) -> None:
         results[title] = {r.name: {"accuracy": r.accuracy.compute(), "seconds": r.seconds} for r in runners} | {
             "n": len(part[1])
         }
-    facts = {
+    about = {
         "Images": "Caltech101, test split (2,465 photographs, 100 classes, CC BY 4.0), one view each",
         "Encoder": f"{task.encoder}: EfficientNet-Lite2 and MiniLM; it is not CLIP",
         "Order": f"shuffled, seed {SEED}",
@@ -79,7 +79,7 @@ def run_demo(folder: Path, console: Console, as_json: bool = False) -> None:
         "Machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
         "Command": "testtime demo",
     }
-    path = write_atomic(folder / "report.html", html(sections, facts, "testtime demo"))
+    path = write_atomic(folder / "report.html", html(sections, about, "testtime demo"))
     picture = running_accuracy_svg(sections[0].curves, standalone=True, title=sections[0].subtitle)
     write_atomic(folder / "accuracy.svg", picture)
     if as_json:

@@ -11,7 +11,7 @@ from rich.markup import escape
 from testtime.cli import options
 from testtime.cli.terminal import counted, err, note, progress
 from testtime.errors import InputError
-from testtime.machine.interrupts import told
+from testtime.machine.interrupts import on_interrupt
 
 app = typer.Typer()
 SHARD = 1000  # images, as a hint
@@ -77,7 +77,7 @@ def encode(
             )
         return f"Interrupted. Finished shards are kept in {output}; the same command goes on after them."
 
-    with told(stopped), progress("images", len(paths)) as advance:
+    with on_interrupt(stopped), progress("images", len(paths)) as advance:
         done = encoding.encode(
             loaded, task, paths, output, plan,
             labels=[labels[i] for i in order], dtype=encoding.DTYPES[dtype], shard=shard, resume=True, dataset=images,

@@ -17,7 +17,7 @@ from rich.table import Table
 from testtime.cli.options import Device, EncoderName, Templates, encoder_of, flag
 from testtime.cli.terminal import note, out, percent
 from testtime.errors import InputError
-from testtime.machine.interrupts import told
+from testtime.machine.interrupts import on_interrupt
 
 if TYPE_CHECKING:
     from testtime.datasets import Dataset
@@ -102,7 +102,7 @@ def eval_(
     _check_out(output, "results", data, encoder, descriptions, learned)
     _tell_notes(datasets)
     check_folder(output)
-    with told(lambda: _stopped(output)):
+    with on_interrupt(lambda: _stopped(output)):
         plan = _plan(
             encoder_of(encoder, device), output, seeds=seeds, track=track, protocol=protocol, views=views,
             augmix=augmix, template=template, descriptions=descriptions, learned=learned, limit=limit, shard=shard,
@@ -183,7 +183,7 @@ def bench(
             descriptions=descriptions, learned=learned, limit=limit,
         )  # fmt: skip
 
-    with told(lambda: _stopped(output)):
+    with on_interrupt(lambda: _stopped(output)):
         if dry_run:
             _dry_run(experiment, data, plans, as_json)
             return

@@ -12,7 +12,7 @@ from rich.markup import escape
 from testtime.cli.options import Classes, ClassesFile, Device, EncoderName, Strict, class_names, encoder_of, flag, pairs
 from testtime.cli.terminal import counted, err, percent, progress
 from testtime.errors import InputError
-from testtime.machine.interrupts import told
+from testtime.machine.interrupts import on_interrupt
 
 if TYPE_CHECKING:
     from testtime.types import StoredImage
@@ -85,13 +85,16 @@ def train_prompts(
         chosen = replace(chosen, n_ctx=len(task.context.start))
     if output.exists():  # what cannot be resumed shows before the images are encoded
         coop.check_checkpoint(output, names, loaded.name, chosen)
-    with told(lambda: _stopped(output)), progress("images", len(places)) as advance:
+    with on_interrupt(lambda: _stopped(output)), progress("images", len(places)) as advance:
         features, kept = encode_images(
             loaded, [paths[i] for i in places], ViewPlan(views, seed=chosen.seed), progress=advance,
             on_skip=None if strict else lambda line: err.print(f"[yellow]skipped[/] {escape(line)}", soft_wrap=True),
         )  # fmt: skip
     log: list[Any] = []
-    with told(lambda: _stopped(output)), progress("epochs", chosen.epochs, quiet=not err.is_terminal) as advance:
+    with (
+        on_interrupt(lambda: _stopped(output)),
+        progress("epochs", chosen.epochs, quiet=not err.is_terminal) as advance,
+    ):
 
         def note(epoch: Any) -> None:
             log.append(epoch)

@@ -88,12 +88,12 @@ def replay(
         )
     found = result.summary()
     if output is not None:
-        facts = {"method": found["method"]} | {
+        about = {"method": found["method"]} | {
             key: json.dumps(found[key])
             for key in ("settings", "oracle", "weight", "accuracy_by_weight")
             if key in found
         }
-        write_tensors(output, {"logits": result.logits, "pred": result.predictions, "order": result.order}, facts)
+        write_tensors(output, {"logits": result.logits, "pred": result.predictions, "order": result.order}, about)
     if report is not None:
         _write_report(report, store, result, f"shuffled, seed {seed}" if shuffle else "as stored")
     summary = found | {"file": str(file), "dtype": dtype, "device": device, "version": __version__}
@@ -129,7 +129,7 @@ def _write_report(file: Path, store: Features, result: Replay, order: str) -> No
         images=None if store.images is None else list(store.images),
         place=find_spec("sklearn") is not None,
     )
-    facts = conditions(
+    about = conditions(
         task,
         command="testtime " + shlex.join(sys.argv[1:]),
         Features=str(store.path),
@@ -138,4 +138,4 @@ def _write_report(file: Path, store: Features, result: Replay, order: str) -> No
         Views=f"{store.views}, seed {store.metadata.get('seed', 'not said')}",
         Labels="only score" if store.labels is not None else "none",
     )
-    write_atomic(file, html([made], facts, "testtime replay"))
+    write_atomic(file, html([made], about, "testtime replay"))

@@ -93,7 +93,7 @@ def report(
                 task, store, store.labels, made[-1].name, varied, others=others, order=rows, progress=advance
             )
         section = replace(section, grids=[figure]) if isinstance(figure, Grid) else replace(section, series=[figure])
-    facts = conditions(
+    about = conditions(
         task,
         command=_command(
             features,
@@ -108,7 +108,7 @@ def report(
         Views=f"{store.views}, seed {store.metadata.get('seed', 'not said')}",
         Labels="only score" if store.labels is not None else "none",
     )
-    write_atomic(output, html([section], facts, title))
+    write_atomic(output, html([section], about, title))
     if as_json:
         print(json.dumps({"report": str(output), "n": len(rows), "bytes": output.stat().st_size}))
         return

@@ -185,7 +185,7 @@ def _write_report(file: Path, record: Record, name: str, order: str) -> None:
     made = record.report(name)
     before = session.count - len(record.images)
     known = sum(label is not None for label in record.labels)
-    facts = conditions(
+    about = conditions(
         session.task,
         command="testtime " + shlex.join(sys.argv[1:]),
         Dataset=name,
@@ -194,20 +194,20 @@ def _write_report(file: Path, record: Record, name: str, order: str) -> None:
         Labels="only score" if isinstance(made, StreamReport) else f"known of {known:,} images" if known else "none",
         Time=f"{record.milliseconds:,.1f} ms per image, reading and encoding included",
     )
-    write_atomic(file, html([made], facts, "testtime run"))
+    write_atomic(file, html([made], about, "testtime run"))
 
 
 def _print_tally(
     tally: Tally, session: Session, save: Path | None, output: Path | None, as_json: bool, report: Path | None
 ) -> None:
-    facts = tally.summary() | {"method": session.method.name, "state": str(save) if save else None}
-    facts |= {"report": str(report)} if report else {}
+    about = tally.summary() | {"method": session.method.name, "state": str(save) if save else None}
+    about |= {"report": str(report)} if report else {}
     if as_json:
-        print(json.dumps(facts), file=sys.stderr)
+        print(json.dumps(about), file=sys.stderr)
         return
     err.print(
         f"{counted(tally.images, 'image')}, {tally.learned:,} learned from, "
-        f"{counted(tally.changed, 'answer')} other than zero-shot"
+        f"{counted(tally.changed, 'answer')} changed from zero-shot"
         + (f", {tally.skipped} skipped" if tally.skipped else "")
         + (f"; rows in {escape(str(output))}" if output else "")
         + (f"; state in {escape(str(save))}" if save else "")

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.status import Status
 
-from testtime.errors import ODD, InputError
+from testtime.errors import UNENCODABLE, InputError
 
 # what a terminal would obey, or show text in another order for: controls, and the marks of bidirectional writing
 _OBEYED = {
@@ -29,7 +29,7 @@ def shown(text: str) -> str:
     >>> shown("cat\\x1b[2J.jpg")
     'cat\\\\x1b[2J.jpg'
     """
-    return text.translate(_OBEYED).encode("utf-8", ODD).decode()
+    return text.translate(_OBEYED).encode("utf-8", UNENCODABLE).decode()
 
 
 class Terminal(Console):
@@ -78,7 +78,7 @@ def opened(path: Path | None, append: bool) -> Iterator[Any]:
 
     try:
         make_folder(path.parent)
-        file = open(path, "a" if append else "w", encoding="utf-8", errors=ODD, newline="")
+        file = open(path, "a" if append else "w", encoding="utf-8", errors=UNENCODABLE, newline="")
     except OSError as error:
         raise InputError(f"Cannot write {path}: {error.strerror or error}.") from None
     try:

@@ -127,7 +127,7 @@ def made_with(encoder: Encoder, plan: ViewPlan, dtype: torch.dtype, dataset: str
         "augmix": str(plan.augmix).lower(),
         "dtype": str(dtype).removeprefix("torch."),
         "recipe": str(RECIPE),
-    } | plan.facts()
+    } | plan.metadata()
     # a name given by a file that is no UTF-8 is written as it is shown
     return {key: value.encode(errors="backslashreplace").decode() for key, value in metadata.items()}
 

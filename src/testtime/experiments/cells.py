@@ -112,7 +112,7 @@ def _run(lab: Lab, cells: Sequence[Cell], alone: bool) -> list[Record]:
     results = []
     for cell, path, scorer in zip(cells, paths, scorers, strict=True):
         skipped = {"version": __version__, "skipped": len(lab.indices) - len(order)}
-        results.append(lab.facts(cell) | skipped | scorer.compute())
+        results.append(lab.conditions(cell) | skipped | scorer.compute())
         files.write_atomic(path, json.dumps(results[-1], indent=1) + "\n")
         lab.note(path.stem, {"images": len(order), "together": len(cells)} | noted, seconds)
     return results

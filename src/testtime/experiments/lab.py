@@ -29,7 +29,7 @@ from testtime.encoding.encode import DTYPES, RECIPE, encode, made_with
 from testtime.encoding.store import Features
 from testtime.files.identity import digest, identity, weights
 from testtime.session.order import shuffled
-from testtime.steppers import laid
+from testtime.steppers import aligned
 from testtime.text.prompts import build_task, check_classes
 from testtime.types import Encoder, InputError, Method, StoredImage, Task, ViewPlan
 
@@ -49,7 +49,7 @@ class Text(NamedTuple):
     descriptions: Path | None = None  # JSON of sentences by class
     learned: Path | None = None  # a learned prompt in place of both
 
-    def facts(self) -> Record:
+    def conditions(self) -> Record:
         """The text as plain data; files by their content, so that a file of the same name is not mistaken."""
         return {
             "templates": list(self.templates) if self.learned is None else [],
@@ -97,7 +97,7 @@ class Lab:
         chosen = shuffled(count, SUBSET_SEED)[: self.limit]
         return sorted(chosen.tolist())
 
-    def facts(self, cell: Cell) -> Record:
+    def conditions(self, cell: Cell) -> Record:
         """All that a cell's numbers depend on."""
         return {
             "dataset": self.dataset.name,
@@ -112,12 +112,12 @@ class Lab:
             "seed": cell.seed,
             "method": cell.method.name,
             "settings": registry.settings_of(cell.method),
-            "text": cell.text.facts(),
+            "text": cell.text.conditions(),
         }
 
     def path(self, cell: Cell) -> Path:
         """Where the cell's result is, or will be."""
-        mark = _mark(self.facts(cell))
+        mark = _mark(self.conditions(cell))
         return self.folder / "cells" / f"{_slug(self.dataset.name)}-{_slug(cell.method.name)}-{mark}.json"
 
     def store_path(self, views: ViewPlan, seed: int) -> Path:
@@ -198,15 +198,19 @@ class Lab:
             return build_task(
                 self.encoder, names, text.templates, text.descriptions, context=True, allow_duplicates=True
             )
-        facts = {"encoder": self.encoder.name, "weights": self.weights, "classnames": list(names)} | text.facts()
-        path = self.folder / "text" / f"{_mark(facts)}.safetensors"
+        conditions = {
+            "encoder": self.encoder.name,
+            "weights": self.weights,
+            "classnames": list(names),
+        } | text.conditions()
+        path = self.folder / "text" / f"{_mark(conditions)}.safetensors"
         if not path.exists():
             task = build_task(self.encoder, names, text.templates, text.descriptions, allow_duplicates=True)
-            files.write_tensors(path, {"text": task.text}, {"text": json.dumps(facts), "scale": repr(task.scale)})
+            files.write_tensors(path, {"text": task.text}, {"text": json.dumps(conditions), "scale": repr(task.scale)})
             return task
         file = files.open_tensors(path)
         scale = float(file.metadata().get("scale") or self.encoder.scale)  # with it, no encoder need be loaded
-        prototypes = laid(file.get_tensor("text")).to(self.encoder.device)
+        prototypes = aligned(file.get_tensor("text")).to(self.encoder.device)
         return Task(prototypes, check_classes(names, allow_duplicates=True), scale, self.encoder.name)
 
     @cached_property
@@ -284,8 +288,8 @@ def _digest(path: Path | None) -> str | None:
     return hashlib.sha256(read_bytes(Path(path))).hexdigest()[:12]
 
 
-def _mark(facts: Record) -> str:
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
+def _mark(conditions: Record) -> str:
+    return hashlib.sha256(json.dumps(conditions, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def _slug(name: str) -> str:

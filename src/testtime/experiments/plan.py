@@ -52,7 +52,7 @@ class Plan:
         """The dataset with this plan's encoder and folder."""
         return Lab(self.folder, self.encoder, dataset, self.limit, self.shard, self.report)
 
-    def facts(self) -> Record:
+    def conditions(self) -> Record:
         """What results say of the plan."""
         return {"track": self.track, "protocol": self.protocol, "seeds": list(self.seeds), "limit": self.limit}
 

@@ -70,7 +70,7 @@ def run(work: Work) -> Record:
     result = {
         "bench": work.name,
         "title": work.experiment.title,
-        "facts": lab.facts(cell) | {"text": described(cell.text.facts())},
+        "facts": lab.conditions(cell) | {"text": described(cell.text.conditions())},
         "moments": [_scored(moment, labels) for moment in held],
         "maps": _placed(held, [places[i] for i in order.tolist()], cell.seed),
         "coloured": coloured.tolist(),
@@ -139,8 +139,8 @@ def _placed(held: Sequence[Held], rows: Sequence[int], seed: int) -> list[list[R
 
 def sheets(result: Record) -> list[Sheet]:
     """The moments as one table."""
-    facts = result["facts"]
-    return [Sheet(f"{_subtitle(facts)}. Text: {facts['text']}.", list(HEAD), _lines(result))]
+    conditions = result["facts"]
+    return [Sheet(f"{_subtitle(conditions)}. Text: {conditions['text']}.", list(HEAD), _lines(result))]
 
 
 def remarks(result: Record) -> list[str]:
@@ -158,9 +158,9 @@ def _lines(result: Record) -> list[list[str]]:
     return shown
 
 
-def _subtitle(facts: Record) -> str:
-    views, queue = f"{facts['views']} view{'s' * (facts['views'] > 1)}", facts["settings"]["queue"]
-    return f"{facts['dataset']}, {facts['encoder']}, {views}, seed {facts['seed']}, queue of {queue}"
+def _subtitle(conditions: Record) -> str:
+    views, queue = f"{conditions['views']} view{'s' * (conditions['views'] > 1)}", conditions["settings"]["queue"]
+    return f"{conditions['dataset']}, {conditions['encoder']}, {views}, seed {conditions['seed']}, queue of {queue}"
 
 
 def section(result: Record, columns: Columns) -> tuple[TablesReport, dict[str, str]]:
@@ -168,7 +168,7 @@ def section(result: Record, columns: Columns) -> tuple[TablesReport, dict[str, s
     (dataset,) = columns.values()
     if isinstance(dataset, str):
         raise InputError(dataset)
-    facts, text = result["facts"], ""
+    conditions, text = result["facts"], ""
     maps, coloured = result["maps"], set(result["coloured"])
     if sum(map(len, maps)) > PLACED:
         maps = [[entry for entry in entries if entry["class"] in coloured] for entries in maps]
@@ -183,7 +183,7 @@ def section(result: Record, columns: Columns) -> tuple[TablesReport, dict[str, s
     labels = dataset.labels or ()
     made = TablesReport(
         result["title"],
-        _subtitle(facts),
+        _subtitle(conditions),
         [
             Table(
                 "How clustered they are",
@@ -192,7 +192,7 @@ def section(result: Record, columns: Columns) -> tuple[TablesReport, dict[str, s
             )
         ],
         {},
-        queues=QueueMap("DPE", snapshots, f"{text}The map's t-SNE has seed {facts['seed']}."),
+        queues=QueueMap("DPE", snapshots, f"{text}The map's t-SNE has seed {conditions['seed']}."),
         classnames=list(dataset.classnames),
         labels=[labels[row] for row in rows],
         names=[str(dataset.paths[row]) for row in rows],
@@ -200,4 +200,4 @@ def section(result: Record, columns: Columns) -> tuple[TablesReport, dict[str, s
         text="Each class keeps the features of the images that it is surest of. The cosines tell how near a feature is "
         "to the mean of its own class's queue, and to the nearest of the others.",
     )
-    return made, {"Text": facts["text"]}
+    return made, {"Text": conditions["text"]}

@@ -33,7 +33,7 @@ def run(work: Work) -> Record:
         "axes": list(experiment.axes),
         "note": experiment.note,
         "columns": list(columns),
-        "facts": next((plan.facts() for plan in plans.values() if not isinstance(plan, str)), {}),
+        "facts": next((plan.conditions() for plan in plans.values() if not isinstance(plan, str)), {}),
         "rows": list(_rows(experiment, plans, columns.items(), work.rows)),
     }
 
@@ -49,7 +49,7 @@ def evaluate(plan: Plan, datasets: Sequence[Dataset], methods: Sequence[str]) ->
     found = _rows(experiment, {plan.encoder.name: plan}, [(each.name, each) for each in datasets], experiment.rows)
     own = {NOT_RUN, "accuracy", "spread", "accuracies", "macro_f1", "calibration_error", *KEPT}
     rows = [{"dataset": row["column"], "method": row["row"]} | {k: row[k] for k in row if k in own} for row in found]
-    return {"facts": {"encoder": plan.encoder.name} | plan.facts(), "rows": rows}
+    return {"facts": {"encoder": plan.encoder.name} | plan.conditions(), "rows": rows}
 
 
 def summary(results: Sequence[Record], seeds: Sequence[int]) -> Record:

@@ -49,7 +49,7 @@ def table_lines(sheet: Sheet, left: int = 1) -> list[str]:
 
 def evaluation_markdown(result: Record) -> str:
     """An evaluation as a page of Markdown: what it ran on, one table, and the text used."""
-    facts = result["facts"]
+    conditions = result["facts"]
     header = ["dataset", "method", "images", "views", "accuracy", "spread", "macro F1", "calibration error"]
     rows = []
     for row in result["rows"]:
@@ -60,8 +60,8 @@ def evaluation_markdown(result: Record) -> str:
         scores = (percent(row[key]) for key in ("accuracy", "spread", "macro_f1", "calibration_error"))
         rows.append([*head, str(row["images"]), f"{row['views']}{' AugMix' * row['augmix']}", *scores])
     lines = [
-        f"Encoder {facts['encoder']}, track {facts['track']}, protocol {facts['protocol']}, {seeds_of(facts)}. "
-        "Accuracy in percent, mean and sample deviation over seeds.",
+        f"Encoder {conditions['encoder']}, track {conditions['track']}, protocol {conditions['protocol']}, "
+        f"{seeds_of(conditions)}. Accuracy in percent, mean and sample deviation over seeds.",
         "",
         *table_lines(Sheet("", header, rows), left=2),
         "",
@@ -92,10 +92,10 @@ def _texts(rows: Sequence[Record], dataset: str) -> list[str]:
 
 def section(result: Record, columns: object = None) -> tuple[TablesReport, dict[str, str]]:
     """The tables and figures for the page, and nothing more to say about them."""
-    parts, facts = report_parts(result), result["facts"]
+    parts, conditions = report_parts(result), result["facts"]
     made = TablesReport(
         result["title"],
-        f"Track {facts['track']}, protocol {facts['protocol']}, {seeds_of(facts)}" if facts else "",
+        f"Track {conditions['track']}, protocol {conditions['protocol']}, {seeds_of(conditions)}" if conditions else "",
         [Table(*sheet) for sheet in sheets(result)],
         {},
         "\n\n".join(remarks(result)),
@@ -237,18 +237,18 @@ def _shown(value: float | None) -> str:
 
 
 def _title(result: Record, encoder: str, rows: Sequence[Record]) -> str:
-    facts = result["facts"]
+    conditions = result["facts"]
     ran = [row for row in rows if NOT_RUN not in row]
     shown = [", ".join(result["columns"]) if len(result["columns"]) == 1 else "", encoder]
     if ran:
         views = {f"{row['views']} view{'s' * (row['views'] > 1)}{' AugMix' * row['augmix']}" for row in ran}
         shown += [f"{ran[0]['images']} images" if len(result["columns"]) == 1 else "", " or ".join(sorted(views))]
-    if facts:
-        shown += [facts["track"], facts["protocol"], seeds_of(facts)]
+    if conditions:
+        shown += [conditions["track"], conditions["protocol"], seeds_of(conditions)]
     elif len(result["columns"]) > 1:
         shown.append("measured (published)")
     return ", ".join(part for part in shown if part) + (
-        "; measured (published)" if facts and len(result["columns"]) > 1 else ""
+        "; measured (published)" if conditions and len(result["columns"]) > 1 else ""
     )
 
 
@@ -264,9 +264,9 @@ def _line(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def seeds_of(facts: Record) -> str:
+def seeds_of(conditions: Record) -> str:
     """The seeds in words: seed 1, or seeds 1, 2, 3."""
-    return f"seed{'s' * (len(facts['seeds']) > 1)} {', '.join(map(str, facts['seeds']))}"
+    return f"seed{'s' * (len(conditions['seeds']) > 1)} {', '.join(map(str, conditions['seeds']))}"
 
 
 def described(text: Record) -> str:

@@ -20,7 +20,7 @@ def _note(number: int, frame: FrameType | None) -> None:
 
 
 @contextmanager
-def held_back() -> Iterator[None]:
+def deferred_interrupts() -> Iterator[None]:
     """Let an interrupt wait until the block has ended, so that nothing in it is left half done.
 
     Blocks may lie within one another. Only the main thread ever hears of interrupts, so elsewhere nothing is done, nor
@@ -54,7 +54,7 @@ def _let_through() -> None:
 
 
 @contextmanager
-def told(say: Callable[[], str]) -> Iterator[None]:
+def on_interrupt(say: Callable[[], str]) -> Iterator[None]:
     """Turn an interrupt in the block into one line that says what is kept and how to go on."""
     try:
         yield

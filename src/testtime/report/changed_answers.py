@@ -1,4 +1,4 @@
-"""Answers that changed: the images that the last method put right, and those that it spoilt."""
+"""Answers that changed: the images that the last method corrected, and those that it broke."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ def by_confidence(answers: Answers) -> list[int]:
     return sorted(range(len(answers.confidences)), key=lambda image: (-answers.confidences[image], image))
 
 
-def righted_and_spoilt(report: StreamReport, most: int = ROW) -> tuple[list[int], list[int]]:
-    """Images that the last method put right against the baseline, and those it spoilt, most confident first."""
+def corrected_and_broken(report: StreamReport, most: int = ROW) -> tuple[list[int], list[int]]:
+    """Images that the last method corrected against the baseline, and those it broke, most confident first."""
     if len(report.answers) < 2:
         return [], []
     labels, before, after = report.labels, report.answers[0].predictions, report.answers[-1].predictions
     order = by_confidence(report.answers[-1])
-    righted = [i for i in order if before[i] != labels[i] == after[i]]
-    spoilt = [i for i in order if before[i] == labels[i] != after[i]]
-    return righted[:most], spoilt[:most]
+    corrected = [i for i in order if before[i] != labels[i] == after[i]]
+    broken = [i for i in order if before[i] == labels[i] != after[i]]
+    return corrected[:most], broken[:most]
 
 
 def changed_answers(report: StreamReport, section: int) -> str:
-    """The pictures of images that were put right, and of those that were spoilt."""
-    righted, spoilt = righted_and_spoilt(report)
-    if not report.thumbnails or not (righted or spoilt):
+    """The pictures of images that were corrected, and of those that were broken."""
+    corrected, broken = corrected_and_broken(report)
+    if not report.thumbnails or not (corrected or broken):
         return ""
     old, new, names = report.answers[0].predictions, report.answers[-1].predictions, report.classnames
 
@@ -40,6 +40,6 @@ def changed_answers(report: StreamReport, section: int) -> str:
 
     return (
         "<h3>Answers that changed</h3>"
-        f"<h4>Put right by {safe(report.answers[-1].name)}, most confident first</h4>{shown(righted)}"
-        f"<h4>Spoilt by it</h4>{shown(spoilt)}"
+        f"<h4>Corrected by {safe(report.answers[-1].name)}, most confident first</h4>{shown(corrected)}"
+        f"<h4>Broken by it</h4>{shown(broken)}"
     )

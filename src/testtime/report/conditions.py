@@ -16,14 +16,14 @@ from testtime.types import Task
 
 def conditions(task: Task, command: str = "", **more: str) -> dict[str, str]:
     """Facts for the foot of a page, in order; `more` comes after the encoder, the command last."""
-    facts = {
+    known = {
         "Encoder": task.encoder or "not said",
         **more,
         "Versions": versions(),
         "Machine": machine(task.text.device),
         "Command": command,
     }
-    return {key: value for key, value in facts.items() if value}
+    return {key: value for key, value in known.items() if value}
 
 
 def versions() -> str:

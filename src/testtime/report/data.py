@@ -164,7 +164,7 @@ class StreamReport:
     curves: Sequence[Curve]
     classnames: Sequence[str]
     labels: Sequence[int]  # per image, in stream order
-    facts: Mapping[str, str]  # encoder, dataset, images, seed, versions, machine, command
+    conditions: Mapping[str, str]  # encoder, dataset, images, seed, versions, machine, command
     text: str = ""  # plain; an empty line starts a new paragraph
     answers: Sequence[Answers] = ()  # in the order of the curves: confusion, reliability, settings
     queues: QueueMap | None = None
@@ -196,7 +196,7 @@ class UnlabelledReport:
     subtitle: str
     answers: Sequence[Answers]
     classnames: Sequence[str]
-    facts: Mapping[str, str]
+    conditions: Mapping[str, str]
     text: str = ""
     queues: QueueMap | None = None
     names: Sequence[str] = ()
@@ -219,7 +219,7 @@ class TablesReport:
     title: str
     subtitle: str
     tables: Sequence[Table]
-    facts: Mapping[str, str]
+    conditions: Mapping[str, str]
     text: str = ""
     grids: Sequence[Grid] = ()
     series: Sequence[Series] = ()

@@ -135,8 +135,8 @@ def scored(
         queues=queues,
         names=list(map(str, images)),
     )
-    righted, spoilt = changed_answers.righted_and_spoilt(report)
-    return replace(report, thumbnails=_thumbnails(images, [*righted, *spoilt], queues))
+    corrected, broken = changed_answers.corrected_and_broken(report)
+    return replace(report, thumbnails=_thumbnails(images, [*corrected, *broken], queues))
 
 
 def unscored(

@@ -23,8 +23,8 @@ from testtime.report.thumbnails import styles
 from testtime.report.unlabelled import unlabelled_parts
 
 
-def html(sections: Sequence[Section], facts: Mapping[str, str], title: str) -> str:
-    """The whole page. `facts` hold for all sections and close the page.
+def html(sections: Sequence[Section], conditions: Mapping[str, str], title: str) -> str:
+    """The whole page. `conditions` hold for all sections and close the page.
 
     >>> curves = [Curve("zero-shot", [True, False], 0.1), Curve("DPE", [True, True], 0.2)]
     >>> stream = StreamReport("Pets", "two photos", curves, ["cat", "dog"], [0, 1], {"Seed": "0"})
@@ -38,8 +38,8 @@ def html(sections: Sequence[Section], facts: Mapping[str, str], title: str) -> s
     labelled = [(number, section) for number, section in numbered if isinstance(section, StreamReport)]
     if len(labelled) > 1:
         parts.insert(0, _overview(labelled))
-    if facts:
-        parts.append(f"<section><h2>About this page</h2>{_facts(facts)}</section>")
+    if conditions:
+        parts.append(f"<section><h2>About this page</h2>{_conditions(conditions)}</section>")
     style = "".join(map(asset, ("tokens.css", "chart.css", "page.css", "parts.css")))
     style += "".join(styles(section.thumbnails, number) for number, section in numbered)
     script = asset("hover.js") + asset("maps.js")
@@ -68,8 +68,8 @@ def _section(report: Section, slots: Mapping[str, int], number: int) -> str:
         parts += [queue_map(report, number), *_figures(report, slots)]
     else:
         parts += _labelled_parts(report, slots, number)
-    if report.facts:
-        parts += ["<h3>How this was made</h3>", _facts(report.facts)]
+    if report.conditions:
+        parts += ["<h3>How this was made</h3>", _conditions(report.conditions)]
     return "\n".join(part for part in [*parts, _settings(report.answers), "</section>"] if part)
 
 
@@ -121,8 +121,8 @@ def _method_table(curves: Sequence[Curve], method_styles: Sequence[str]) -> str:
                 Cell(milliseconds(curve.seconds, len(curve.correct))),
             ]
         )
-    righted = Cell("Put right / spoilt", WIDE)
-    return table(["Method and settings", "Accuracy", "Gain, points", righted, "ms per image"], rows, kind="methods")
+    corrected = Cell("Corrected / broken", WIDE)
+    return table(["Method and settings", "Accuracy", "Gain, points", corrected, "ms per image"], rows, kind="methods")
 
 
 def _overview(sections: Sequence[tuple[int, StreamReport]]) -> str:
@@ -140,9 +140,9 @@ def _overview(sections: Sequence[tuple[int, StreamReport]]) -> str:
     return f"<section><h2>At a glance</h2>{scrolling(table(['Stream', *names, 'Images'], rows))}</section>"
 
 
-def _facts(facts: Mapping[str, str]) -> str:
+def _conditions(conditions: Mapping[str, str]) -> str:
     items = []
-    for key, value in facts.items():
+    for key, value in conditions.items():
         said = f"<code>{safe(value)}</code>" if key.lower() == "command" else safe(value)
         items.append(f"<div><dt>{safe(key)}</dt><dd>{said}</dd></div>")
     return f"<dl>{''.join(items)}</dl>"

@@ -16,8 +16,8 @@ from typing import NamedTuple, TextIO, TypeAlias
 import torch
 
 from testtime import files
-from testtime.errors import ODD
-from testtime.machine.interrupts import held_back
+from testtime.errors import UNENCODABLE
+from testtime.machine.interrupts import deferred_interrupts
 from testtime.metrics import Accuracy
 from testtime.session.session import Seen, Session
 from testtime.types import InputError, Prediction, StateError, StoredImage
@@ -111,7 +111,7 @@ class Rows:
     def _write(self, text: str) -> None:
         self.out.write(text)
         self.out.flush()
-        data = text.encode("utf-8", ODD)
+        data = text.encode("utf-8", UNENCODABLE)
         self.size += len(data)
         self._digest.update(data)
 
@@ -179,13 +179,13 @@ class Journal:
         if self.save and (self.rows is None or self.session.position == self._position):
             place = self.rows.synced() if self.rows else None
             told = {"begun": self._begun, "input": self._met.hexdigest(), "rows": place}
-            with held_back():
+            with deferred_interrupts():
                 self.session.save(self.save, {JOURNAL: json.dumps(told)})
 
 
 def _known(image: object) -> bytes:
     """An image's name, wherever it is asked for from."""
-    return os.path.abspath(str(image)).encode("utf-8", ODD) + b"\0"
+    return os.path.abspath(str(image)).encode("utf-8", UNENCODABLE) + b"\0"
 
 
 def nothing_before(paths: Sequence[StoredImage], position: int) -> Before:

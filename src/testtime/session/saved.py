@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from testtime import files, registry
-from testtime.steppers import laid
+from testtime.steppers import aligned
 from testtime.types import MOST_VIEWS, Encoder, FeatureError, SettingError, StateError, Task, Variations, ViewPlan
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def write(path: str | Path, session: Session, infinite: Collection[str], extra: 
     `infinite` names the tensors that may hold infinity.
     """
     task, plan = session.task, session.plan
-    facts = {
+    metadata = {
         "format": FORMAT,
         "version": VERSION,
         "method": session.method.name,
@@ -44,12 +44,12 @@ def write(path: str | Path, session: Session, infinite: Collection[str], extra: 
         "seed": str(plan.seed),
         "count": str(session.count),
         "position": str(session.position),
-    } | plan.facts()
+    } | plan.metadata()
     state = dict(_named("state", session.state))
     for name, tensor in state.items():
         if wrong := _wrong(tensor, name in infinite):
             raise StateError(f"'{name}' {wrong}, so the state cannot be used; it was not written to {path}.")
-    return files.write_tensors(path, {"task.text": task.text} | state, extra | facts)
+    return files.write_tensors(path, {"task.text": task.text} | state, extra | metadata)
 
 
 def infinite_parts(state: Any) -> set[str]:
@@ -81,7 +81,7 @@ class Saved:
         self.position = self._fact("position", _whole(0, COUNTS))
         if "task.text" not in self._file.keys():
             raise StateError(f"{path} lacks 'task.text'; it is damaged.")
-        text = laid(self._file.get_tensor("task.text").to(device))
+        text = aligned(self._file.get_tensor("task.text").to(device))
         try:
             self.task = Task(text, classnames, scale, encoder)
             self.method = registry.make_method(name, None, settings)
@@ -103,7 +103,7 @@ class Saved:
             raise StateError(f"{self.path} was made with encoder '{self.task.encoder}', not '{encoder.name}'.")
         if task is not None:
             self._check_task(task)
-        now = replace(self.plan, variations=variations).facts().get("variations")
+        now = replace(self.plan, variations=variations).metadata().get("variations")
         before = self._metadata.get("variations")
         if encoder is not None and before != now:
             raise StateError(f"{self.path} was made with variations {before}, not {now}; give the same.")
@@ -141,7 +141,7 @@ class Saved:
             return type(fresh)(*(self._filled(f"{name}.{field}", part) for field, part in fresh._asdict().items()))
         if name not in self._file.keys():
             raise StateError(f"{self.path} lacks '{name}'; it was written by another version, or is damaged.")
-        stored = laid(self._file.get_tensor(name).to(self._device))
+        stored = aligned(self._file.get_tensor(name).to(self._device))
         if stored.shape != fresh.shape or stored.dtype != fresh.dtype:
             raise StateError(
                 f"{self.path}: '{name}' is {stored.dtype} {tuple(stored.shape)}, "

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from testtime import registry
-from testtime.machine.interrupts import held_back
+from testtime.machine.interrupts import deferred_interrupts
 from testtime.ops import unit_views
 from testtime.session import saved
-from testtime.session.begin import begin
-from testtime.steppers import Stepper, laid_task, open_stepper
+from testtime.session.initial_state import initial_state
+from testtime.steppers import Stepper, aligned_task, open_stepper
 from testtime.types import (
     Encoder,
     InputError,
@@ -110,14 +110,14 @@ class Session:
         if encoder is not None and encoder.dim != task.dim:
             raise InputError(f"Encoder {encoder.name} gives {encoder.dim} features, the task has {task.dim}.")
         method.check(task)
-        self.task = laid_task(task)
+        self.task = aligned_task(task)
         self.method = method
         self.encoder = encoder
         self.plan = ViewPlan(views, augmix, seed, variations)
         self.reference = reference
         self.observers = list(observers)
         self._turn = threading.RLock()
-        self._spoilt = ""  # why the state is not to be used
+        self._unusable = ""  # why the state is not to be used
         self.reset()
 
     def __repr__(self) -> str:
@@ -126,7 +126,7 @@ class Session:
     def reset(self) -> None:
         """Forget the stream: back to before the first image."""
         with self._turn:
-            self.state = begin(self.method, self.task)
+            self.state = initial_state(self.method, self.task)
             self._infinite = saved.infinite_parts(self._state)
             self.count = self.position = 0
 
@@ -139,7 +139,7 @@ class Session:
     @state.setter
     def state(self, state: Any) -> None:
         with self._turn:
-            self._state, self._spoilt = state, ""
+            self._state, self._unusable = state, ""
             self._stepper: Stepper | None = None  # opened when the next image comes
 
     def fork(self) -> Session:
@@ -177,11 +177,11 @@ class Session:
 
     def scan(self, stream: Tensor) -> Tensor:
         """Logits (N, C) of a chunk of features (N, V, D), learning along the way; all or nothing."""
-        with self._turn, held_back():  # a stepper works in place
+        with self._turn, deferred_interrupts():  # a stepper works in place
             views = unit_views(stream, self.task.text, self.position)
             with torch.inference_mode():
                 logits = self._steps().scan(views)[0]
-            with self._spoiling():
+            with self._marking_unusable():
                 check_finite(self.method, logits, self.position)
             self.count += len(stream)
             self.position += len(stream)
@@ -201,7 +201,7 @@ class Session:
         """
         for entry in self._encoded(images):
             if entry.error is not None:
-                with self._turn, held_back():
+                with self._turn, deferred_interrupts():
                     if on_error is not None:
                         self.position = entry.index + 1
                     self._tell(entry, None)
@@ -211,7 +211,7 @@ class Session:
                 continue
             views, prediction, late = entry.usable(), None, None
             try:
-                with self._turn, held_back():
+                with self._turn, deferred_interrupts():
                     prediction = self._advance(views)
                     self._tell(entry, prediction)
             except BaseException as error:
@@ -230,7 +230,7 @@ class Session:
         A state that cannot be gone on from is refused, and the file left as it was.
         """
         with self._turn:
-            self._check_sound(f" It was not written to {path}.")
+            self._check_usable(f" It was not written to {path}.")
             return saved.write(path, self, self._infinite, extra or {})
 
     @classmethod
@@ -264,7 +264,7 @@ class Session:
         """Predict and learn from unit views (V, D)."""
         with torch.inference_mode():
             logits, learned = self._steps().step(views)
-        with self._spoiling():
+        with self._marking_unusable():
             prediction = Prediction.of(self.task, self.method, logits[0], views[0], learned, self.position)
         self.count += 1
         self.position += 1
@@ -279,20 +279,20 @@ class Session:
                     calls.callback(observer, seen)
 
     def _steps(self) -> Stepper:
-        self._check_sound()
+        self._check_usable()
         if self._stepper is None:
             self._stepper = open_stepper(self.task, [self.method], [self._state], reference=self.reference)
         return self._stepper
 
     @contextmanager
-    def _spoiling(self) -> Iterator[None]:
+    def _marking_unusable(self) -> Iterator[None]:
         """Remember that an answer was refused as not finite, since the state has moved on with it."""
         try:
             yield
         except InputError as error:
-            self._spoilt = str(error)
+            self._unusable = str(error)
             raise
 
-    def _check_sound(self, then: str = "") -> None:
-        if self._spoilt:
-            raise StateError(f"{self._spoilt}{then}")
+    def _check_usable(self, then: str = "") -> None:
+        if self._unusable:
+            raise StateError(f"{self._unusable}{then}")

@@ -8,7 +8,7 @@ of several runs of the same method under different settings, and moves them alon
     gpu/graph.py     any method's steps, captured in a graph
     gpu/dpe.py       DPE's steps as kernels of its own, captured
 
-`forms.py` lists what each fast one understands. Each is held to the plain one, one step at a time from the same state.
+`fast.py` lists what each fast one understands. Each is held to the plain one, one step at a time from the same state.
 Ties go to the lower index in all of them. But what hangs on the last digit, such as which of two prototypes an image
 halfway between is nearer to, they may decide otherwise, each the same every time.
 
@@ -32,7 +32,7 @@ from torch import Tensor
 
 from testtime.files import ALIGNMENT as ALIGNMENT
 from testtime.methods.base import leaves
-from testtime.steppers.forms import FORMS, Form, understood
+from testtime.steppers.fast import FAST, Fast, supported
 from testtime.types import Method, Task
 
 
@@ -76,11 +76,11 @@ def open_stepper(
     """
     from testtime.steppers.plain import Plain, Row
 
-    task = laid_task(task)
+    task = aligned_task(task)
     states = list(states) if states is not None else [method.init(task) for method in methods]
-    form = None if reference else form_of(task, methods[0])
-    if form is not None and len({together(task, method) for method in methods}) == 1:
-        return import_module(form.module).Stepper(task, methods, states)
+    fast = None if reference else fast_of(task, methods[0])
+    if fast is not None and len({together(task, method) for method in methods}) == 1:
+        return import_module(fast.module).Stepper(task, methods, states)
     if len(methods) > 1:
         return Row([open_stepper(task, [m], [s], reference=reference) for m, s in zip(methods, states, strict=True)])
     if task.text.is_cuda and not reference and not getattr(methods[0], "needs_tower", False):
@@ -88,11 +88,11 @@ def open_stepper(
     return Plain(task, methods, states)
 
 
-def form_of(task: Task, method: Any) -> Form | None:
+def fast_of(task: Task, method: Any) -> Fast | None:
     """The fast stepper that understands the method on the task's device; None: its own steps, captured on a GPU."""
-    for form in FORMS:
-        if form.device == task.text.device.type and find_spec(form.needs) and understood(form, method):
-            return form if _asked(form, "fits", task, True) and _distinct(task) else None
+    for fast in FAST:
+        if fast.device == task.text.device.type and find_spec(fast.needs) and supported(fast, method):
+            return fast if _asked(fast, "fits", task, True) and _distinct(task) else None
     return None
 
 
@@ -103,8 +103,8 @@ def _distinct(task: Task) -> bool:
 
 def together(task: Task, method: Any) -> Hashable:
     """What methods that share a stepper have in common; None where each has its own."""
-    form = form_of(task, method)
-    return None if form is None else (form.module, *(getattr(method, name) for name in form.together))
+    fast = fast_of(task, method)
+    return None if fast is None else (fast.module, *(getattr(method, name) for name in fast.together))
 
 
 def lanes(task: Task) -> int:
@@ -112,15 +112,15 @@ def lanes(task: Task) -> int:
     return torch.get_num_threads() if task.text.is_cpu else 1
 
 
-def room(task: Task, method: Method) -> int:
+def memory_needed(task: Task, method: Method) -> int:
     """Bytes that a run takes: its state, and what its stepper keeps beside it."""
-    state, form = sum(leaf.nbytes for leaf in leaves(method.init(task))), form_of(task, method)
-    return state + (_asked(form, "room", task, 0) if form else 0)
+    state, fast = sum(leaf.nbytes for leaf in leaves(method.init(task))), fast_of(task, method)
+    return state + (_asked(fast, "scratch_bytes", task, 0) if fast else 0)
 
 
-def _asked(form: Form, question: str, task: Task, otherwise: Any) -> Any:
+def _asked(fast: Fast, question: str, task: Task, otherwise: Any) -> Any:
     """What a form's module says of a task, where it has something to say."""
-    answer = getattr(import_module(form.module), question, None)
+    answer = getattr(import_module(fast.module), question, None)
     return answer(task) if answer else otherwise
 
 
@@ -129,28 +129,28 @@ def example(task: Task, views: int) -> Tensor:
     return task.text[:1].expand(views, task.dim).contiguous()
 
 
-def laid(tensor: Tensor) -> Tensor:
+def aligned(tensor: Tensor) -> Tensor:
     """The tensor, copied unless it lies row by row and begins at a multiple of ALIGNMENT bytes."""
     if tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)  # torch's own memory is so aligned
 
 
-def laid_task(task: Task) -> Task:
+def aligned_task(task: Task) -> Task:
     """The task with its prototypes aligned."""
-    text = laid(task.text)
+    text = aligned(task.text)
     if text is not task.text:
         task = copy.copy(task)
         object.__setattr__(task, "text", text)
     return task
 
 
-def laid_state(state: Any) -> Any:
+def aligned_state(state: Any) -> Any:
     """A state whose tensors are aligned."""
-    return laid(state) if isinstance(state, Tensor) else type(state)(*map(laid_state, state))
+    return aligned(state) if isinstance(state, Tensor) else type(state)(*map(aligned_state, state))
 
 
-def laid_rows(stream: Tensor) -> bool:
+def rows_aligned(stream: Tensor) -> bool:
     """Whether every image of a stream (N, V, D) begins at a multiple of ALIGNMENT bytes, row after row."""
     image = stream[0].numel() * stream.element_size() if len(stream) else 0
     return stream.is_contiguous() and stream.data_ptr() % ALIGNMENT == 0 and image % ALIGNMENT == 0

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from testtime.steppers import Stepper, example, laid, laid_rows, laid_state
+from testtime.steppers import Stepper, aligned, aligned_state, example, rows_aligned
 from testtime.types import Method, Task
 
 
@@ -21,20 +21,20 @@ class Plain:
         self.restore(states)
 
     def step(self, views: Tensor) -> tuple[Tensor, Tensor]:
-        logits, state = self.method.step(self.task, self._state, laid(views))
+        logits, state = self.method.step(self.task, self._state, aligned(views))
         learned = torch.as_tensor(self.method.learned(self._state, state)).reshape(1)
         self._state = state
         return logits[None], learned
 
     def scan(self, stream: Tensor) -> Tensor:
-        if not len(stream) or laid_rows(stream):
+        if not len(stream) or rows_aligned(stream):
             logits, self._state = self.method.scan(self.task, self._state, stream)
             return logits[None]
         # image by image, so that each lies as it does wherever the stream is cut
         return torch.stack([self.step(views)[0] for views in stream], 1)
 
     def peek(self, views: Tensor) -> Tensor:
-        return self.method.step(self.task, self._state, laid(views))[0][None]
+        return self.method.step(self.task, self._state, aligned(views))[0][None]
 
     def warm_up(self, views: int) -> None:
         self.peek(example(self.task, views))
@@ -43,7 +43,7 @@ class Plain:
         return [self._state]  # steps are pure: nothing will change it
 
     def restore(self, states: Sequence[Any]) -> None:
-        (self._state,) = map(laid_state, states)
+        (self._state,) = map(aligned_state, states)
 
 
 class Row:

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from testtime.machine.threads import workers
 from testtime.ops import unit_views
-from testtime.steppers import Stepper, lanes, open_stepper, room, together
+from testtime.steppers import Stepper, lanes, memory_needed, open_stepper, together
 from testtime.types import InputError, Method, Task
 
-ROOM = {"cpu": 2**23, "cuda": 2**32}  # bytes that a group of runs may take
+GROUP_BYTES = {"cpu": 2**23, "cuda": 2**32}  # bytes that a group of runs may take
 TURNS = 16  # groups for each thread of a CPU, so that none waits long for the last one
 
 
@@ -71,7 +71,10 @@ def grouped(task: Task, methods: Sequence[Method], threads: int) -> list[list[in
         places.setdefault(place if key is None else key, []).append(place)  # a place: one that runs by itself
     groups = []
     for alike in places.values():
-        total, most = len(alike), max(1, ROOM[task.text.device.type] // max(1, room(task, methods[alike[0]])))
+        total, most = (
+            len(alike),
+            max(1, GROUP_BYTES[task.text.device.type] // max(1, memory_needed(task, methods[alike[0]]))),
+        )
         turns = math.ceil(total / most / threads)
         count = min(total, threads * (max(turns, TURNS) if threads > 1 else turns))
         groups += [alike[total * k // count : total * (k + 1) // count] for k in range(count)]

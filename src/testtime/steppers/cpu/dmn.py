@@ -33,7 +33,7 @@ class Stepper(ByImage):
         self.remembers = any(method.memory_size for method in methods)
         self.restore(states)
 
-    def _step(self, views: Tensor, looks: bool) -> tuple[Tensor, list[bool]]:
+    def _step(self, views: Tensor, peeking: bool) -> tuple[Tensor, list[bool]]:
         task, clean = self.task, views[0].numpy()
         cosine = task.text @ views[0]
         label, entropy = 0, cosine.new_tensor(math.inf)  # what no memory takes
@@ -44,7 +44,7 @@ class Stepper(ByImage):
         logits = text_prob.new_empty(len(self.methods), task.classes)
         learned = []
         for method, memory, row in zip(self.methods, self.memories, logits.numpy(), strict=True):
-            with unchanged(memory if looks else (), label):
+            with unchanged(memory if peeking else (), label):
                 # 1. the memory keeps the clean view; nothing before this line changes it
                 learned.append(remember(*memory, label, clean, entropy.numpy()[()]))
                 # 2. the class vectors that this image reads from it

@@ -21,10 +21,10 @@ from torch import Tensor
 from testtime import ops
 from testtime.bank import Bank
 from testtime.methods.dpe import DPE, State
-from testtime.steppers import forms, laid_rows
+from testtime.steppers import fast, rows_aligned
 from testtime.steppers.cpu import dpe_loops, gemm, loops
-from testtime.steppers.cpu.dpe_loops import Room, Settings, Text, Visual
-from testtime.steppers.cpu.loops import Array, ByImage, aligned, lengths, owned, rounded
+from testtime.steppers.cpu.dpe_loops import Scratch, Settings, Text, Visual
+from testtime.steppers.cpu.loops import Array, ByImage, empty_aligned, lengths, owned, rounded
 from testtime.types import Task
 
 # Multiplications of a step from which it is spread over threads. With fewer (100 classes and 64 views are 18 million),
@@ -45,7 +45,7 @@ class Stepper(ByImage):
         self.restore(states)
 
     def scan(self, stream: Tensor) -> Tensor:
-        if not len(stream) or laid_rows(stream):
+        if not len(stream) or rows_aligned(stream):
             return self._scan(stream)[0]
         return super().scan(stream)  # image by image, so that each lies as it does wherever the stream is cut
 
@@ -55,18 +55,18 @@ class Stepper(ByImage):
     def restore(self, states: Sequence[State]) -> None:
         self.runs = [Run(self.task, *pair) for pair in zip(self.methods, states, strict=True)]
 
-    def _step(self, views: Tensor, looks: bool) -> tuple[Tensor, Tensor]:
-        logits, learned = self._scan(views[None], looks)
+    def _step(self, views: Tensor, peeking: bool) -> tuple[Tensor, Tensor]:
+        logits, learned = self._scan(views[None], peeking)
         return logits[:, 0], learned[:, 0]
 
-    def _scan(self, stream: Tensor, looks: bool = False) -> tuple[Tensor, Tensor]:
+    def _scan(self, stream: Tensor, peeking: bool = False) -> tuple[Tensor, Tensor]:
         """Logits (S, N, C), and whether each run learned from each image (S, N)."""
         images = stream.numpy()
         logits = np.empty((len(self.runs), len(images), self.task.classes), images.dtype)
         learned = np.empty(logits.shape[:2], bool)
         # one run after the other, so that its state stays in the cache
         for run, rows, taken in zip(self.runs, logits, learned, strict=True):
-            run.scan(images, rows, taken, looks)
+            run.scan(images, rows, taken, peeking)
         return torch.from_numpy(logits), torch.from_numpy(learned)
 
 
@@ -76,17 +76,17 @@ class Run:
     def __init__(self, task: Task, method: DPE, state: State) -> None:
         self.method = method
         self.real = real = task.text.numpy().dtype.type
-        numbers = {name: rounded(values[0], real) for name, values in forms.numbers(task, [method])._asdict().items()}
+        numbers = {name: rounded(values[0], real) for name, values in fast.numbers(task, [method])._asdict().items()}
         if not method.steps:
             numbers |= dict.fromkeys(("align_weight", "lr_text", "lr_visual"), real(0))
         switches = {name: bool(numbers[name]) for name in ("keeps_below", "evolves", "renormalises")}
         numbers |= {"scale": rounded(task.scale, real), "threshold": method.entropy_threshold, **switches}
-        self.settings = Settings(**numbers, keep=0, threads=None, looks=False)
+        self.settings = Settings(**numbers, keep=0, threads=None, peeking=False)
         classes, dim, pulled = task.classes, task.dim, bool(numbers["align_weight"] > 0)
         seen = state.queue.cost.isfinite().any(1).numpy()
         columns = _columns(state.visual if pulled else state.visual[:0, :0])
         height = np.where(seen, numbers["alpha"], real(0))
-        evolved = aligned(classes if switches["evolves"] else 0, dim, dtype=real)
+        evolved = empty_aligned(classes if switches["evolves"] else 0, dim, dtype=real)
         self.run = dpe_loops.Run(
             text=Text(**_side(state.text, pulled), evolved=evolved, evolved_length=np.zeros(classes, real)),
             visual=Visual(**_side(state.visual, pulled), columns=columns, height=height, seen=seen),
@@ -105,30 +105,30 @@ class Run:
             "moved": (classes if method.multi_view_prediction else 0, dim),
             "similarity": (classes if pulled else 0, columns.shape[1]),
         }
-        self.room = Room(**self._arrays(shapes))
+        self.scratch = Scratch(**self._arrays(shapes))
         self.whole = True  # False within a step: what an exception leaves half done is not given out
 
     def _arrays(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, Array]:
         """Scratch buffers of these shapes."""
-        return {name: aligned(*shape, dtype=self.real) for name, shape in shapes.items()}
+        return {name: empty_aligned(*shape, dtype=self.real) for name, shape in shapes.items()}
 
-    def scan(self, stream: Array, logits: Array, learned: Array, looks: bool) -> None:
+    def scan(self, stream: Array, logits: Array, learned: Array, peeking: bool) -> None:
         """Fill the logits (N, C) for the unit views of N images (N, V, D), and whether each was `learned` from (N,)."""
         views = stream.shape[1]
-        if len(self.room.logits) != views:
+        if len(self.scratch.logits) != views:
             shapes = {"logits": (views, logits.shape[1]), **dict.fromkeys(("entropy", "top", "total"), (views,))}
-            self.room = self.room._replace(**self._arrays(shapes))
-        if looks and self.room.text_pull.shape != self.run.text.pull.shape:
+            self.scratch = self.scratch._replace(**self._arrays(shapes))
+        if peeking and self.scratch.text_pull.shape != self.run.text.pull.shape:
             shapes = dict.fromkeys(("text_pull", "visual_pull"), self.run.text.pull.shape)
-            self.room = self.room._replace(**self._arrays(shapes))
-        work = self.run.text.vectors.size * (views + 3 * len(self.room.similarity))
+            self.scratch = self.scratch._replace(**self._arrays(shapes))
+        work = self.run.text.vectors.size * (views + 3 * len(self.scratch.similarity))
         threads = torch.get_num_threads() if gemm.SPREADS and work >= HEAVY else 1
-        chosen = ops.kept(views, self.method.selection), threads if threads > 1 else None, looks
+        chosen = ops.kept(views, self.method.selection), threads if threads > 1 else None, peeking
         if self.settings[-3:] != chosen:
             self.settings = Settings(*self.settings[:-3], *chosen)
         self.whole, updates = False, int(self.run.updates[0])
         with loops.threads(threads), gemm.one_thread():
-            dpe_loops.scan(stream, self.run, self.room, self.settings, logits, learned)
+            dpe_loops.scan(stream, self.run, self.scratch, self.settings, logits, learned)
         if (self.run.updates[0] - updates) % 2:
             self.run = self.run._replace(text=dpe_loops.evolved.py_func(self.run.text))
         self.whole = True
@@ -146,7 +146,7 @@ def _side(prototypes: Tensor, pulled: bool) -> dict[str, Array]:
     """What both sides have: prototypes (C, D) of its own, their lengths, and room for what nudges them."""
     vectors = owned(prototypes)
     weight, cosine = np.zeros((2, len(vectors)), vectors.dtype)
-    pull = aligned(len(vectors) if pulled else 0, vectors.shape[1], dtype=vectors.dtype)
+    pull = empty_aligned(len(vectors) if pulled else 0, vectors.shape[1], dtype=vectors.dtype)
     return {"vectors": vectors, "length": lengths(vectors), "pull": pull, "weight": weight, "cosine": cosine}
 
 
@@ -154,7 +154,7 @@ def _columns(prototypes: Tensor) -> Array:
     """Prototypes (C, D) as the first columns of an array (D, C') in which each row begins a line of the cache."""
     classes, dim = prototypes.shape
     line = loops.LINE // prototypes.element_size()
-    columns = aligned(dim, -(-classes // line) * line, dtype=prototypes.numpy().dtype)
+    columns = empty_aligned(dim, -(-classes // line) * line, dtype=prototypes.numpy().dtype)
     columns[:] = 0
     columns[:, :classes] = prototypes.numpy().T
     return columns

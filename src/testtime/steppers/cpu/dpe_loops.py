@@ -21,7 +21,18 @@ from testtime.ops import NOTHING
 from testtime.steppers.cpu import loops
 from testtime.steppers.cpu.gemm import N, T, own_threads, product
 from testtime.steppers.cpu.lanes import row_loop
-from testtime.steppers.cpu.loops import Array, compiled, dot_at, exp, length_at, length_of, log, row_at, spike, spread
+from testtime.steppers.cpu.loops import (
+    Array,
+    compiled,
+    dot_at,
+    exp,
+    length_at,
+    length_of,
+    log,
+    row_at,
+    softmax_entropy,
+    spread,
+)
 
 
 class Text(NamedTuple):
@@ -60,7 +71,7 @@ class Run(NamedTuple):
     stale: Array  # (1,) bool, whether a prototype has changed since the pull of the alignment was computed
 
 
-class Room(NamedTuple):
+class Scratch(NamedTuple):
     """Scratch buffers."""
 
     logits: Array  # (V, C)
@@ -84,7 +95,7 @@ class Room(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """Numbers of the run's precision, as in `forms.Numbers`, and switches."""
+    """Numbers of the run's precision, as in `fast.Numbers`, and switches."""
 
     scale: Any
     alpha: Any
@@ -104,7 +115,7 @@ class Settings(NamedTuple):
     renormalises: bool
     keep: int  # views
     threads: int | None  # None: there is but one
-    looks: bool  # the state is left as it was
+    peeking: bool  # the state is left as it was
 
 
 LOWEST = -1e30  # stands for minus infinity
@@ -113,95 +124,97 @@ LOWEST = -1e30  # stands for minus infinity
 LOGITS, SPIKES, NEAR, SIMILARITY, REPEL, PULL, AGAIN, ANSWER = range(8)
 
 
-def rows(phase: int, total: int, views: Array, run: Run, room: Room, settings: Settings) -> None:
+def rows(phase: int, total: int, views: Array, run: Run, scratch: Scratch, settings: Settings) -> None:
     """One phase for `total` rows, by as many threads as there are."""
     raise NotImplementedError("for compiled loops")
 
 
 @overload(rows)
-def _rows(phase: Any, total: Any, views: Any, run: Any, room: Any, settings: Any) -> Any:
-    def alone(phase: Any, total: Any, views: Any, run: Any, room: Any, settings: Any) -> None:
-        _some(phase, 0, total, views, run.text, run.visual, room, settings)
+def _rows(phase: Any, total: Any, views: Any, run: Any, scratch: Any, settings: Any) -> Any:
+    def alone(phase: Any, total: Any, views: Any, run: Any, scratch: Any, settings: Any) -> None:
+        _some(phase, 0, total, views, run.text, run.visual, scratch, settings)
 
-    def together(phase: Any, total: Any, views: Any, run: Any, room: Any, settings: Any) -> None:
-        _spread(phase, total, views, run.text, run.visual, room, settings)
+    def together(phase: Any, total: Any, views: Any, run: Any, scratch: Any, settings: Any) -> None:
+        _spread(phase, total, views, run.text, run.visual, scratch, settings)
 
     # by type: what is never spread is compiled without the threads, in half the time
     return alone if settings[Settings._fields.index("threads")] == types.none else together
 
 
 @spread
-def _spread(phase: int, total: int, views: Array, text: Text, visual: Visual, room: Room, settings: Settings) -> None:
+def _spread(
+    phase: int, total: int, views: Array, text: Text, visual: Visual, scratch: Scratch, settings: Settings
+) -> None:
     threads = settings.threads
     for piece in prange(threads):  # what it is given may be a tuple of arrays, but not of tuples
         start, stop = total * piece // threads, total * (piece + 1) // threads
         before = own_threads(1)
-        _some(phase, start, stop, views, text, visual, room, settings)
+        _some(phase, start, stop, views, text, visual, scratch, settings)
         own_threads(before)
 
 
 @compiled
 def _some(
-    phase: int, start: int, stop: int, views: Array, text: Text, visual: Visual, room: Room, settings: Settings
+    phase: int, start: int, stop: int, views: Array, text: Text, visual: Visual, scratch: Scratch, settings: Settings
 ) -> None:
-    pairs = room.similarity
+    pairs = scratch.similarity
     if phase == LOGITS:
-        product(N, T, views, text.vectors[start:stop], room.logits[:, start:stop])
+        product(N, T, views, text.vectors[start:stop], scratch.logits[:, start:stop])
     elif phase == SPIKES:
-        _spikes(start, stop, room)
+        _view_entropies(start, stop, scratch)
     elif phase == NEAR:
-        _near(start, stop, visual, room)
+        _near(start, stop, visual, scratch)
     elif phase == SIMILARITY:
         product(
             N, N, text.vectors[start:stop], visual.columns[:, : len(text.length)], pairs[start:stop, : len(text.length)]
         )
     elif phase == REPEL:
-        _repel(start, stop, visual, room, settings)
+        _repel(start, stop, visual, scratch, settings)
     elif phase == PULL:
         product(N, N, pairs[start:stop, : len(text.length)], visual.vectors, text.pull[start:stop])
         product(T, N, pairs[:, start:stop], text.vectors, visual.pull[start:stop])
     elif phase == AGAIN:
-        _again(start, stop, text, room, settings)
-        product(N, T, views, room.moved[start:stop], room.logits[:, start:stop])
+        _again(start, stop, text, scratch, settings)
+        product(N, T, views, scratch.moved[start:stop], scratch.logits[:, start:stop])
     else:  # visual prototypes were read last, and text prototypes are read next: so each are found in the cache
-        _by_visual(start, stop, visual, room, settings)
-        _by_text(start, stop, text, room, settings)
+        _by_visual(start, stop, visual, scratch, settings)
+        _by_text(start, stop, text, scratch, settings)
 
 
 @compiled
-def _spikes(start: int, stop: int, room: Room) -> None:
+def _view_entropies(start: int, stop: int, scratch: Scratch) -> None:
     """Logits and their entropy for views whose products with prototypes are in `logits`, but for `factor`."""
     factor, tops, totals, entropies, chance = (
-        room.factor,
-        room.top,
-        room.total,
-        room.entropy,
-        np.empty_like(room.factor),
+        scratch.factor,
+        scratch.top,
+        scratch.total,
+        scratch.entropy,
+        np.empty_like(scratch.factor),
     )
     for v in range(start, stop):
-        row = room.logits[v]
+        row = scratch.logits[v]
         for c in range(len(row)):
             row[c] *= factor[c]
-        tops[v], totals[v], entropy = spike(row, chance)
+        tops[v], totals[v], entropy = softmax_entropy(row, chance)
         entropies[v] = 0 if entropy < NOTHING else entropy
 
 
 @compiled
-def _near(start: int, stop: int, visual: Visual, room: Room) -> None:
+def _near(start: int, stop: int, visual: Visual, scratch: Scratch) -> None:
     """Cosines of visual prototypes with the image's feature."""
-    vectors, length, cosine, feature = visual.vectors, visual.length, visual.cosine, row_at(room.feature, 0)
+    vectors, length, cosine, feature = visual.vectors, visual.length, visual.cosine, row_at(scratch.feature, 0)
     for c in range(start, stop):
         cosine[c] = dot_at(row_at(vectors, c), feature, vectors.shape[1], length[c]) / length[c]
 
 
 @compiled
-def _repel(start: int, stop: int, visual: Visual, room: Room, settings: Settings) -> None:
+def _repel(start: int, stop: int, visual: Visual, scratch: Scratch, settings: Settings) -> None:
     """Turn products of text with visual prototypes into how much each pair repels, over both lengths.
 
     That is the softmax of the cosines over the temperature, down some columns and over the seen classes, less the
     identity. `factor` is one over the text prototypes' lengths.
     """
-    pairs, over, length = room.similarity, room.factor, visual.length[start:stop]
+    pairs, over, length = scratch.similarity, scratch.factor, visual.length[start:stop]
     seen = visual.seen
     known, width, one, zero = seen[start:stop], stop - start, over.dtype.type(1), over.dtype.type(0)
     top, steep, own, others = np.empty((4, width), over.dtype)
@@ -264,7 +277,7 @@ def _nudge(
     stop: int,
     side: Text | Visual,
     wanted: Array,
-    room: Room,
+    scratch: Scratch,
     rate: Any,
     out: Array,
     evolved: Array,
@@ -277,8 +290,13 @@ def _nudge(
     to use twice than to make twice.
     """
     vectors, pull, length, weight, cosine = side.vectors, side.pull, side.length, side.weight, side.cosine
-    feature, probe, moved_length, moved_cosine = room.feature, room.probe, room.moved_length, room.moved_cosine
-    soft, share, dim, real = room.soft[0], room.share[0], vectors.shape[1], vectors.dtype.type
+    feature, probe, moved_length, moved_cosine = (
+        scratch.feature,
+        scratch.probe,
+        scratch.moved_length,
+        scratch.moved_cosine,
+    )
+    soft, share, dim, real = scratch.soft[0], scratch.share[0], vectors.shape[1], vectors.dtype.type
     for c in range(start, stop):
         if not wanted[c] > 0:
             continue
@@ -298,27 +316,37 @@ def _nudge(
 
 
 @compiled
-def _again(start: int, stop: int, text: Text, room: Room, settings: Settings) -> None:
+def _again(start: int, stop: int, text: Text, scratch: Scratch, settings: Settings) -> None:
     """Nudged text prototypes, and their lengths."""
-    _nudge(start, stop, text, text.length, room, settings.lr_text, room.moved, room.moved[:0], room.moved_length)
+    _nudge(
+        start,
+        stop,
+        text,
+        text.length,
+        scratch,
+        settings.lr_text,
+        scratch.moved,
+        scratch.moved[:0],
+        scratch.moved_length,
+    )
 
 
 @compiled
-def _by_visual(start: int, stop: int, visual: Visual, room: Room, settings: Settings) -> None:
+def _by_visual(start: int, stop: int, visual: Visual, scratch: Scratch, settings: Settings) -> None:
     """What nudged visual prototypes give to the logits of the probe."""
-    answer, near, height, beta = room.answer, room.moved_cosine, visual.height, settings.beta
-    out, one = np.empty((1, len(room.probe)), near.dtype), near.dtype.type(1)
-    _nudge(start, stop, visual, height, room, settings.lr_visual, out, out[:0], near)
+    answer, near, height, beta = scratch.answer, scratch.moved_cosine, visual.height, settings.beta
+    out, one = np.empty((1, len(scratch.probe)), near.dtype), near.dtype.type(1)
+    _nudge(start, stop, visual, height, scratch, settings.lr_visual, out, out[:0], near)
     for c in range(start, stop):
         answer[c] = height[c] * exp(beta * (near[c] - one)) if height[c] > 0 else 0
 
 
 @compiled
-def _by_text(start: int, stop: int, text: Text, room: Room, settings: Settings) -> None:
+def _by_text(start: int, stop: int, text: Text, scratch: Scratch, settings: Settings) -> None:
     """What nudged text prototypes add to the logits of the probe; and what follows if the image is learned from."""
-    answer, near, scale, one = room.answer, room.moved_cosine, settings.scale, room.answer.dtype.type(1)
-    out, evolved, evolved_length = np.empty((1, len(room.probe)), near.dtype), text.evolved, text.evolved_length
-    _nudge(start, stop, text, text.length, room, settings.lr_text, out, evolved, evolved_length)
+    answer, near, scale, one = scratch.answer, scratch.moved_cosine, settings.scale, scratch.answer.dtype.type(1)
+    out, evolved, evolved_length = np.empty((1, len(scratch.probe)), near.dtype), text.evolved, text.evolved_length
+    _nudge(start, stop, text, text.length, scratch, settings.lr_text, out, evolved, evolved_length)
     for c in range(start, stop):
         answer[c] += scale * near[c]
     if settings.renormalises and len(evolved):
@@ -330,15 +358,15 @@ def _by_text(start: int, stop: int, text: Text, room: Room, settings: Settings) 
 
 
 @compiled
-def confident(views: Array, length: Array, run: Run, room: Room, settings: Settings, feature: Array) -> Any:
-    """Average the views (V, D) of lowest entropy into `feature` (D,) and `room.logit`; the entropy of their votes.
+def confident(views: Array, length: Array, run: Run, scratch: Scratch, settings: Settings, feature: Array) -> Any:
+    """Average the views (V, D) of lowest entropy into `feature` (D,) and `scratch.logit`; the entropy of their votes.
 
-    Their products with prototypes of these lengths (C,) are in `room.logits`.
+    Their products with prototypes of these lengths (C,) are in `scratch.logits`.
     """
-    logit, votes, entropies = room.logit, room.chance, room.entropy
+    logit, votes, entropies = scratch.logit, scratch.chance, scratch.entropy
     for c in range(len(length)):
-        room.factor[c] = settings.scale / length[c]
-    rows(SPIKES, len(views), views, run, room, settings)
+        scratch.factor[c] = settings.scale / length[c]
+    rows(SPIKES, len(views), views, run, scratch, settings)
     part = logit.dtype.type(1 / settings.keep)
     feature[:], logit[:], votes[:] = 0, 0, 0
     for _ in range(settings.keep):
@@ -347,16 +375,16 @@ def confident(views: Array, length: Array, run: Run, room: Room, settings: Setti
             if entropies[v] < entropies[best]:
                 best = v
         entropies[best] = np.inf
-        row, view, top, vote = room.logits[best], views[best], room.top[best], part / room.total[best]
+        row, view, top, vote = scratch.logits[best], views[best], scratch.top[best], part / scratch.total[best]
         for c in range(len(row)):
             logit[c] += row[c] * part
             votes[c] += exp(row[c] - top) * vote
         for d in range(len(view)):
             feature[d] += view[d] * part
     for c in range(len(votes)):
-        room.factor[c] = log(votes[c])
+        scratch.factor[c] = log(votes[c])
     # what the whole misses of 1 by rounding would be as large as a small entropy
-    whole, weighted = loops.weighed(votes, room.factor, part - part)
+    whole, weighted = loops.weighed(votes, scratch.factor, part - part)
     return math.log(whole) - weighted / whole
 
 
@@ -390,20 +418,20 @@ def enqueue(label: int, price: Any, run: Run, feature: Array, alpha: Any) -> boo
 
 
 @compiled
-def slopes(views: Array, run: Run, room: Room, settings: Settings) -> None:
+def slopes(views: Array, run: Run, scratch: Scratch, settings: Settings) -> None:
     """Slope of the loss at the image's feature by each prototype: `weight` and `cosine` of both sides.
 
     It is that of the softmax's entropy, in units in which the alignment, where there is one, has weight 1.
     """
-    text, visual, log_p, real = run.text, run.visual, room.chance, room.chance.dtype.type
+    text, visual, log_p, real = run.text, run.visual, scratch.chance, scratch.chance.dtype.type
     gain = real(settings.align_weight / max(1, visual.seen.sum())) if settings.align_weight > 0 else real(1)
-    steepness, room.soft[0] = settings.entropy_weight / gain, settings.eps / gain
-    rows(NEAR, len(log_p), views, run, room, settings)
+    steepness, scratch.soft[0] = settings.entropy_weight / gain, settings.eps / gain
+    rows(NEAR, len(log_p), views, run, scratch, settings)
     for c in range(len(log_p)):
-        text.cosine[c] = room.logit[c] / settings.scale
+        text.cosine[c] = scratch.logit[c] / settings.scale
         visual.weight[c] = visual.height[c] * exp(settings.beta * (visual.cosine[c] - real(1)))
-        log_p[c] = room.logit[c] + visual.weight[c]
-    top, whole, entropy = spike(log_p, room.factor)
+        log_p[c] = scratch.logit[c] + visual.weight[c]
+    top, whole, entropy = softmax_entropy(log_p, scratch.factor)
     rest = top + math.log(whole)
     for c in range(len(log_p)):
         log = log_p[c] - rest
@@ -415,14 +443,14 @@ def slopes(views: Array, run: Run, room: Room, settings: Settings) -> None:
 
 
 @compiled
-def align(views: Array, run: Run, room: Room, settings: Settings) -> None:
+def align(views: Array, run: Run, scratch: Scratch, settings: Settings) -> None:
     """Compute the pull of the alignment anew: three products of C x C x D."""
-    classes, one = len(room.factor), room.factor.dtype.type(1)
-    rows(SIMILARITY, classes, views, run, room, settings)
+    classes, one = len(scratch.factor), scratch.factor.dtype.type(1)
+    rows(SIMILARITY, classes, views, run, scratch, settings)
     for c in range(classes):
-        room.factor[c] = one / run.text.length[c]
-    rows(REPEL, classes, views, run, room, settings)
-    rows(PULL, classes, views, run, room, settings)
+        scratch.factor[c] = one / run.text.length[c]
+    rows(REPEL, classes, views, run, scratch, settings)
+    rows(PULL, classes, views, run, scratch, settings)
     run.stale[0] = False
 
 
@@ -433,66 +461,66 @@ def evolved(text: Text) -> Text:
 
 
 @compiled
-def beside(run: Run, room: Room) -> Run:
+def beside(run: Run, scratch: Scratch) -> Run:
     """The run with other memory for the pull of its alignment."""
     t, v = run.text, run.visual
-    text = Text(t.vectors, t.length, room.text_pull, t.weight, t.cosine, t.evolved, t.evolved_length)
-    visual = Visual(v.vectors, v.length, room.visual_pull, v.weight, v.cosine, v.columns, v.height, v.seen)
+    text = Text(t.vectors, t.length, scratch.text_pull, t.weight, t.cosine, t.evolved, t.evolved_length)
+    visual = Visual(v.vectors, v.length, scratch.visual_pull, v.weight, v.cosine, v.columns, v.height, v.seen)
     return Run(text, visual, run.keys, run.cost, run.updates, run.stale)
 
 
 @compiled
-def step(views: Array, run: Run, room: Room, settings: Settings) -> tuple[bool, bool]:
-    """Find `room.answer` for one image's views (V, D); whether a queue took it, and whether text prototypes evolve."""
+def step(views: Array, run: Run, scratch: Scratch, settings: Settings) -> tuple[bool, bool]:
+    """Find `scratch.answer` for an image's views (V, D); whether a queue took it, and whether the text evolves."""
     # which queue the image belongs to, and how confidently
-    classes = len(room.logit)
-    rows(LOGITS, classes, views, run, room, settings)
-    entropy = confident(views, run.text.length, run, room, settings, room.feature)
+    classes = len(scratch.logit)
+    rows(LOGITS, classes, views, run, scratch, settings)
+    entropy = confident(views, run.text.length, run, scratch, settings, scratch.feature)
     label, visual, here = 0, run.visual, run
     for c in range(classes):
-        if room.logit[c] > room.logit[label]:
+        if scratch.logit[c] > scratch.logit[label]:
             label = c
 
     # evolve the visual prototypes; a look puts back what it changes
     keys, cost, mean = run.keys[label].copy(), run.cost[label].copy(), visual.vectors[label].copy()
     height, seen, stale = visual.height[label], visual.seen[label], run.stale[0]
-    taken = enqueue(label, cost.dtype.type(entropy * settings.per_nat), run, room.feature, settings.alpha)
-    if taken and settings.looks:
-        here = beside(run, room)
+    taken = enqueue(label, cost.dtype.type(entropy * settings.per_nat), run, scratch.feature, settings.alpha)
+    if taken and settings.peeking:
+        here = beside(run, scratch)
 
     # prototype residual learning
-    slopes(views, here, room, settings)
+    slopes(views, here, scratch, settings)
     if here.stale[0] and settings.align_weight > 0:
-        align(views, here, room, settings)
-    room.probe[:] = views[0]
-    if len(room.moved):  # views are chosen again
-        rows(AGAIN, classes, views, here, room, settings)
-        confident(views, room.moved_length, here, room, settings, room.probe)
+        align(views, here, scratch, settings)
+    scratch.probe[:] = views[0]
+    if len(scratch.moved):  # views are chosen again
+        rows(AGAIN, classes, views, here, scratch, settings)
+        confident(views, scratch.moved_length, here, scratch, settings, scratch.probe)
 
     # the logits of the probe; where they are sure enough, the text prototypes evolve
-    room.share[0] = settings.share
+    scratch.share[0] = settings.share
     if settings.share < 0:
-        room.share[0] = 1 / (run.updates[0] + settings.prompt_count + 1)
-    rows(ANSWER, classes, views, here, room, settings)
-    entropy = spike(room.answer, room.factor)[2]
+        scratch.share[0] = 1 / (run.updates[0] + settings.prompt_count + 1)
+    rows(ANSWER, classes, views, here, scratch, settings)
+    entropy = softmax_entropy(scratch.answer, scratch.factor)[2]
     evolves = settings.evolves and (entropy * settings.per_nat < settings.threshold) == settings.keeps_below
-    if settings.looks and taken:
+    if settings.peeking and taken:
         run.keys[label], run.cost[label], run.stale[0] = keys, cost, stale
         visual.height[label], visual.seen[label] = height, seen
         set_visual(label, mean, run)
-    return taken and not settings.looks, evolves and not settings.looks
+    return taken and not settings.peeking, evolves and not settings.peeking
 
 
 @compiled
-def scan(stream: Array, run: Run, room: Room, settings: Settings, logits: Array, learned: Array) -> None:
+def scan(stream: Array, run: Run, scratch: Scratch, settings: Settings, logits: Array, learned: Array) -> None:
     """Steps over N images (N, V, D), with the logits (N, C) and whether each was `learned` from (N,).
 
     After an odd number of evolutions the text prototypes lie in `run.text.evolved`.
     """
     for n in range(len(stream)):
-        taken, evolves = step(stream[n], run, room, settings)
+        taken, evolves = step(stream[n], run, scratch, settings)
         if evolves:
             run.updates[0] += 1
             run.stale[0] = True
             run = Run(evolved(run.text), run.visual, run.keys, run.cost, run.updates, run.stale)
-        logits[n], learned[n] = room.answer, taken or evolves
+        logits[n], learned[n] = scratch.answer, taken or evolves

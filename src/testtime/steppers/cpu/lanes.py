@@ -46,8 +46,8 @@ class Lanes:
         kind, values = self.value.type, [self.value, *(other.value for other in others)]
         count = f"v{kind.count}" if isinstance(kind, ir.VectorType) else ""
         digits = 32 if ir.FloatType() in (kind, getattr(kind, "element", kind)) else 64
-        form = ir.FunctionType(kind, [kind] * len(values))
-        function = cgutils.get_or_insert_function(self.builder.module, form, f"llvm.{name}.{count}f{digits}")
+        fast = ir.FunctionType(kind, [kind] * len(values))
+        function = cgutils.get_or_insert_function(self.builder.module, fast, f"llvm.{name}.{count}f{digits}")
         return Lanes(self.builder, self.builder.call(function, values))
 
 

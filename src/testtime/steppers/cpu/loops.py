@@ -22,7 +22,7 @@ from torch import Tensor
 
 from testtime.machine.capture import warn_once
 from testtime.ops import NOTHING
-from testtime.steppers import ALIGNMENT, example, laid
+from testtime.steppers import ALIGNMENT, aligned, example
 from testtime.steppers.cpu.lanes import fma, row_loop
 from testtime.types import Task
 
@@ -77,7 +77,7 @@ def threads(count: int) -> Iterator[None]:
             set_num_threads(before)
 
 
-def aligned(*shape: int, dtype: Any) -> Array:
+def empty_aligned(*shape: int, dtype: Any) -> Array:
     """An array to fill that begins where a line of the cache does: products of some sizes are half as quick again."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     memory = np.empty(size + LINE, np.uint8)
@@ -94,7 +94,7 @@ def rounded(value: float, real: Any) -> Any:
 def owned(tensor: Tensor) -> Array:
     """The numbers of a tensor in an array of their own, which may be written to."""
     numbers = tensor.detach().numpy()
-    array = aligned(*numbers.shape, dtype=numbers.dtype)
+    array = empty_aligned(*numbers.shape, dtype=numbers.dtype)
     array[...] = numbers
     return array
 
@@ -119,20 +119,20 @@ class ByImage:
     task: Task
 
     def step(self, views: Tensor) -> tuple[Tensor, Tensor]:
-        logits, learned = self._step(laid(views), False)
+        logits, learned = self._step(aligned(views), False)
         return logits, torch.as_tensor(learned)
 
     def scan(self, stream: Tensor) -> Tensor:
         return torch.stack([self.step(views)[0] for views in stream], 1)
 
     def peek(self, views: Tensor) -> Tensor:
-        return self._step(laid(views), True)[0]
+        return self._step(aligned(views), True)[0]
 
     def warm_up(self, views: int) -> None:
         self.peek(example(self.task, views))
 
-    def _step(self, views: Tensor, looks: bool) -> tuple[Tensor, list[bool] | Tensor]:
-        """Logits (S, C) and which runs learned; where it only `looks`, the state is left as it was."""
+    def _step(self, views: Tensor, peeking: bool) -> tuple[Tensor, list[bool] | Tensor]:
+        """Logits (S, C) and which runs learned; where it only `peeking`, the state is left as it was."""
         raise NotImplementedError
 
 
@@ -295,7 +295,7 @@ def weighed(chances: Array, values: Array, top: Any) -> tuple[float, float]:
 
 
 @compiled
-def spike(logits: Array, chance: Array) -> tuple[Any, float, float]:
+def softmax_entropy(logits: Array, chance: Array) -> tuple[Any, float, float]:
     """The largest logit (C,), the sum of exponentials under it, and the entropy of the softmax in nats.
 
     `chance` (C,) is a scratch buffer.
@@ -325,7 +325,7 @@ def rank(costs: Array, price: float) -> int:
 
 
 @compiled
-def make_room(rows: Array, place: int) -> None:
+def shift_from(rows: Array, place: int) -> None:
     """Move the rows (M, ...) from a place on one further; the last falls out."""
     for m in range(len(rows) - 1, place, -1):
         rows[m] = rows[m - 1]
@@ -337,8 +337,8 @@ def push(keys: Array, cost: Array, label: int, feature: Array, price: float) -> 
     price = settled(price)
     place = rank(cost[label], price)
     if place >= 0:
-        make_room(cost[label], place)
-        make_room(keys[label], place)
+        shift_from(cost[label], place)
+        shift_from(keys[label], place)
         cost[label, place], keys[label, place] = price, feature
     return place >= 0
 

@@ -31,12 +31,12 @@ from testtime.steppers.cpu.loops import (
     copied,
     dot,
     filled,
-    make_room,
     owned,
     push,
     rank,
     rounded,
     settled,
+    shift_from,
     unchanged,
 )
 from testtime.types import Task
@@ -81,7 +81,7 @@ class Stepper(ByImage):
         ]
         self.restore(states)
 
-    def _step(self, views: Tensor, looks: bool) -> tuple[Tensor, list[bool]]:
+    def _step(self, views: Tensor, peeking: bool) -> tuple[Tensor, list[bool]]:
         task = self.task
         # 1. the image as the mean of its confident views
         feature, view_logits = ops.confident_mean(views, task.zero_shot(views), self.methods[0].selection)
@@ -96,7 +96,7 @@ class Stepper(ByImage):
         # from here on caches change, and nothing can fail half way
         learned = []
         for s, row in enumerate(logits.numpy()):
-            changing = (*self.positive[s], *self.negative[s]) if looks else ()
+            changing = (*self.positive[s], *self.negative[s]) if peeking else ()
             with unchanged(changing, label):
                 # 2. offer it to its class's positive cache, and if it is moderately uncertain to the negative one
                 numbers = self.numbers[s]
@@ -127,8 +127,8 @@ def _negative(state: State, numbers: Numbers) -> Negative:
     classes, slots, _ = probs.shape
     lengths = ((lower < probs) & (probs < upper)).sum(2)
     # fewer than 1 / lower classes can have more than that, but for the rounding of their sum
-    room = min(classes, int(1.01 / lower) + 1) if lower > 0 else classes
-    possible = np.zeros((classes, slots, lengths.max(initial=room)), np.int32)  # a saved state may hold anything
+    most = min(classes, int(1.01 / lower) + 1) if lower > 0 else classes
+    possible = np.zeros((classes, slots, lengths.max(initial=most)), np.int32)  # a saved state may hold anything
     list_all(probs, lower, upper, possible)
     keys, cost = map(owned, state.negative)
     return Negative(keys, cost, probs, possible, lengths)
@@ -161,11 +161,11 @@ def push_negative(
     price = settled(price)
     place = rank(cache.cost[label], price)
     if place >= 0:
-        make_room(cache.cost[label], place)
-        make_room(cache.keys[label], place)
-        make_room(cache.probs[label], place)
-        make_room(cache.possible[label], place)
-        make_room(cache.lengths[label], place)
+        shift_from(cache.cost[label], place)
+        shift_from(cache.keys[label], place)
+        shift_from(cache.probs[label], place)
+        shift_from(cache.possible[label], place)
+        shift_from(cache.lengths[label], place)
         cache.cost[label, place], cache.keys[label, place], cache.probs[label, place] = price, feature, prob
         cache.lengths[label, place] = list_possible(prob, lower, upper, cache.possible[label, place])
     return place >= 0

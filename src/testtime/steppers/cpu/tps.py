@@ -29,7 +29,7 @@ class Stepper(ByImage):
         self.rates = np.array([method.lr if method.steps else 0.0 for method in methods])
         self.eps = np.array([method.adamw_eps for method in methods])
 
-    def _step(self, views: Tensor, looks: bool) -> tuple[Tensor, list[bool]]:
+    def _step(self, views: Tensor, peeking: bool) -> tuple[Tensor, list[bool]]:
         task, direction = self.task, self.at.direction
         logits = views.new_empty(len(self.methods), task.classes)
         every = views.double()

@@ -29,7 +29,7 @@ from testtime.bank import Bank
 from testtime.machine.capture import reason, warn_once
 from testtime.methods.base import leaves
 from testtime.methods.dpe import DPE, State
-from testtime.steppers import forms
+from testtime.steppers import fast
 from testtime.steppers.gpu import graph
 from testtime.types import Task
 
@@ -38,7 +38,7 @@ MOST_CLASSES = 2**15  # beyond, a place in a matrix of C x C is no number of 32 
 MOST_RUNS = 2**13  # the last axis of a grid has room for so many, each in several layers
 PAD = 128  # what the sides of padded buffers are multiples of, and so the largest tile and split depth of a product
 FEW = 512  # classes below which products have small tiles, for more programs
-ROOM = 96  # programs that do without splitting sums: about as many as a GPU has processors
+GROUP_BYTES = 96  # programs that do without splitting sums: about as many as a GPU has processors
 
 # Tiles of each kernel, powers of two, and how Triton compiles it. Tiles of rows hold CELLS numbers.
 TILES: dict[str, dict[str, int]] = {
@@ -89,7 +89,7 @@ class Stacked(NamedTuple):
     visual: Tensor  # (S, C, D)
 
 
-def room(task: Task) -> int:
+def scratch_bytes(task: Task) -> int:
     """Bytes that the buffers of a run take beside its state, but for what depends on the number of views."""
     tall, wide, split = _rounded(task.classes, PAD), _rounded(task.dim, PAD), TILES["pull"]["SPLIT"]
     parts, pulls, moved = 2 * 2 * tall * wide * 2, 2 * split * tall * wide * 4, task.classes * task.dim * 4
@@ -104,13 +104,13 @@ class Kernels:
         from testtime.steppers.gpu import dpe_alignment, dpe_kernels
 
         self.kernels, self.alignment = dpe_kernels, dpe_alignment
-        self.method, self.runs = methods[0], len(methods)  # all agree with the first in `forms.DPE_TOGETHER`
+        self.method, self.runs = methods[0], len(methods)  # all agree with the first in `fast.DPE_TOGETHER`
         self.task = task
         state = self.state = Stacked(*map(torch.stack, zip(*(leaves(m.init(task)) for m in methods), strict=True)))
         self.answer = task.text.new_zeros(self.runs, task.classes)
         self.learned = torch.zeros(self.runs, dtype=torch.int32, device=task.text.device)
         self.count, self.keep = views, ops.kept(views, self.method.selection)
-        numbers = forms.numbers(task, methods)
+        numbers = fast.numbers(task, methods)
         self.numbers = task.text.new_tensor(list(zip(*numbers, strict=True)))  # (S, K)
         self.scale = float(task.scale)  # even a whole one: Triton would compile anew for that
         self.pulled = self.method.steps > 0 and any(numbers.align_weight)
@@ -269,7 +269,7 @@ class Kernels:
         tiles["misplace"]["COLUMNS"] = min(tiles["misplace"]["COLUMNS"], _round(classes))
         for name, sides in (("similarity", (self.tall, self.tall)), ("pull", (self.tall, 2 * self.wide))):
             tile = tiles[name]
-            if (sides[0] // tile["ROWS"]) * (sides[1] // tile["COLUMNS"]) > ROOM:
+            if (sides[0] // tile["ROWS"]) * (sides[1] // tile["COLUMNS"]) > GROUP_BYTES:
                 tile["SPLIT"] = 1
             tile["num_stages"] = min(tile["num_stages"], _stages(tile, _shared_memory(self.task.text.device)))
 
@@ -288,9 +288,9 @@ def _shared_memory(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 2**17
 
 
-def _stages(tile: dict[str, int], room: int) -> int:
+def _stages(tile: dict[str, int], scratch_bytes: int) -> int:
     """How many tiles of both factors, in two parts of half precision each, find room at once."""
-    return max(1, room // (2 * 2 * (tile["ROWS"] + tile["COLUMNS"]) * tile["DEPTH"]))
+    return max(1, scratch_bytes // (2 * 2 * (tile["ROWS"] + tile["COLUMNS"]) * tile["DEPTH"]))
 
 
 def _over(count: int, size: int) -> int:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from testtime.steppers.forms import Numbers
+from testtime.steppers.fast import Numbers
 
 LOWEST: tl.constexpr = tl.constexpr(-1e30)  # stands for minus infinity, and unlike it gives no NaN times zero
 GRADE: tl.constexpr = tl.constexpr(1024.0)  # keeps small parts where half precision has all its digits

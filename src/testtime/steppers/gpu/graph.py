@@ -83,7 +83,7 @@ class Stepper:
     def peek(self, views: Tensor) -> Tensor:
         self._ready(views)
         with self._urgent():
-            return self._launch(views[None], looks=True)[0].clone()
+            return self._launch(views[None], peeking=True)[0].clone()
 
     def warm_up(self, views: int) -> None:
         self._ready(example(self.task, views))
@@ -134,34 +134,34 @@ class Stepper:
         many = len(stream) // STEPS
         return [*stream[: many * STEPS].unflatten(0, (many, STEPS)), *stream[many * STEPS :, None]]
 
-    def _launch(self, images: Tensor, looks: bool = False) -> Tensor:
+    def _launch(self, images: Tensor, peeking: bool = False) -> Tensor:
         """The logits (n, S, A) of one launch, at the place where the next will overwrite them."""
         count = len(images)
-        launch = self._prepared(count, looks)
+        launch = self._prepared(count, peeking)
         self._views[:count].copy_(images, non_blocking=True)
         with torch.no_grad():
             launch()
         return self._logits[:count]
 
-    def _prepared(self, count: int, looks: bool) -> Callable[[], object]:
+    def _prepared(self, count: int, peeking: bool) -> Callable[[], object]:
         """The way to launch so many steps, made once; making it warms up, and so writes to the buffers."""
-        if (count, looks) not in self._launches:
-            self._launches[count, looks] = self._launcher(count, looks)
-        return self._launches[count, looks]
+        if (count, peeking) not in self._launches:
+            self._launches[count, peeking] = self._launcher(count, peeking)
+        return self._launches[count, peeking]
 
-    def _launcher(self, count: int, looks: bool) -> Callable[[], object]:
-        """A way to launch so many steps, which where they are `looks` leave the states as they were."""
+    def _launcher(self, count: int, peeking: bool) -> Callable[[], object]:
+        """A way to launch so many steps, which where they are `peeking` leave the states as they were."""
         body = self._body
         assert body is not None
         with torch.inference_mode(False):
             before = _copied(body.state)
 
         def steps(count: int = count) -> None:
-            if looks:
+            if peeking:
                 overwrite(before, body.state)
             for views, logits in zip(self._views[:count], self._logits[:count], strict=True):
                 body.step(views, logits)
-            if looks:
+            if peeking:
                 overwrite(body.state, before)
                 body.refresh()
 

@@ -28,13 +28,13 @@ def one_or_more(value: Any) -> bool:
     return number(value) and value >= 1
 
 
-class Form(NamedTuple):
+class Fast(NamedTuple):
     """A fast stepper of one method on one kind of device."""
 
     method: str  # its module and class: a class derived from it may do something else
     device: str
     module: str  # holds a class `Stepper`
-    understands: dict[str, Values]
+    supports: dict[str, Values]
     together: tuple[str, ...] = ()
     needs: str = ""  # a package that is an extra
 
@@ -102,24 +102,23 @@ TPS: dict[str, Values] = {
 }
 DMN: dict[str, Values] = dict.fromkeys(("memory_size", "beta", "fusion_text", "fusion_memory", "selection"), number)
 
-FORMS = (
-    Form("testtime.methods.dpe.DPE", "cpu", "testtime.steppers.cpu.dpe", DPE_ON_CPU, DPE_TOGETHER, "numba"),
-    Form("testtime.methods.tda.TDA", "cpu", "testtime.steppers.cpu.tda", TDA, ("selection",), "numba"),
-    Form("testtime.methods.tps.TPS", "cpu", "testtime.steppers.cpu.tps", TPS, ("selection", "steps"), "numba"),
-    Form("testtime.methods.dmn.DMN", "cpu", "testtime.steppers.cpu.dmn", DMN, ("selection",), "numba"),
-    Form("testtime.methods.dpe.DPE", "cuda", "testtime.steppers.gpu.dpe", DPE_ON_GPU, DPE_TOGETHER, "triton"),
+FAST = (
+    Fast("testtime.methods.dpe.DPE", "cpu", "testtime.steppers.cpu.dpe", DPE_ON_CPU, DPE_TOGETHER, "numba"),
+    Fast("testtime.methods.tda.TDA", "cpu", "testtime.steppers.cpu.tda", TDA, ("selection",), "numba"),
+    Fast("testtime.methods.tps.TPS", "cpu", "testtime.steppers.cpu.tps", TPS, ("selection", "steps"), "numba"),
+    Fast("testtime.methods.dmn.DMN", "cpu", "testtime.steppers.cpu.dmn", DMN, ("selection",), "numba"),
+    Fast("testtime.methods.dpe.DPE", "cuda", "testtime.steppers.gpu.dpe", DPE_ON_GPU, DPE_TOGETHER, "triton"),
 )
 
 
-def understood(form: Form, method: Any) -> bool:
+def supported(fast: Fast, method: Any) -> bool:
     """Whether the form is of this very class and knows every setting and every value of it."""
     kind = type(method)
-    if f"{kind.__module__}.{kind.__qualname__}" != form.method:
+    if f"{kind.__module__}.{kind.__qualname__}" != fast.method:
         return False
     settings = {field.name: getattr(method, field.name) for field in fields(method)}
-    return settings.keys() <= form.understands.keys() and all(
-        known(settings[name]) if callable(known) else settings[name] in known
-        for name, known in form.understands.items()
+    return settings.keys() <= fast.supports.keys() and all(
+        known(settings[name]) if callable(known) else settings[name] in known for name, known in fast.supports.items()
     )
 
 

@@ -12,7 +12,7 @@ from testtime.methods.base import leaves
 from testtime.types import Method, SettingError, Task
 
 
-def begin(method: Method, task: Task) -> Any:
+def initial_state(method: Method, task: Task) -> Any:
     """The state before the first image; one that would fill the memory is refused before it is made."""
     shapes = copy.copy(task)
     object.__setattr__(shapes, "text", task.text.to("meta"))
