@@ -1,10 +1,10 @@
-"""Write the generated pages of the documentation; `--check` only says which are stale.
+"""Write the generated pages of the documentation; `--check` only lists the stale ones.
 
     python scripts/make_docs.py [--check]
 
-Some pages are generated whole. Others are written by hand and have generated parts, each between the lines
-`<!-- generated: NAME -->` and `<!-- end of generated -->`. Sources are the code's own tables, and
-`benchmarks/results/*.json`, which the programs in `benchmarks/` write.
+Some pages are generated completely. Others are written by hand and have generated parts, each between the lines
+`<!-- generated: NAME -->` and `<!-- end of generated -->`. The sources are tables in the code and
+`benchmarks/results/*.json`, which the scripts in `benchmarks/` write.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WHOLE: dict[str, Callable[[], str]] = {
     "methods.md": methods.page,
 }
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
-    "architecture.md": {"rooms": architecture.picture},
+    "architecture.md": {"subpackages": architecture.diagram},
     "data.md": {"benchmarks": benchmarks.table, "layouts": benchmarks.layouts},
     "dpe.md": {"differences": differences.part},
     "experiments.md": {
@@ -38,21 +38,21 @@ REGION = re.compile(r"(<!-- generated: (\w+) -->\n).*?(\n<!-- end of generated -
 
 
 def filled(text: str, parts: dict[str, Callable[[], str]], page: str) -> str:
-    """A page with its generated parts as they should be now; a part without its place, or the reverse, is an error."""
+    """A page with its generated parts up to date; an error unless the page has exactly one marker for each part."""
     found = [name for _, name, _ in REGION.findall(text)]
     if sorted(found) != sorted(parts):
-        sys.exit(f"{page} has places for {found}, and the parts to fill in are {sorted(parts)}.")
+        sys.exit(f"{page} has markers for {found}, but the generated parts are {sorted(parts)}.")
     return REGION.sub(lambda match: f"{match[1]}\n{parts[match[2]]()}{match[3]}", text)
 
 
-def made() -> dict[Path, str]:
-    """Every page that holds something generated, as it should be now."""
+def generated() -> dict[Path, str]:
+    """Every page with generated content, up to date."""
     whole = {DOCS / name: page() for name, page in WHOLE.items()}
     return whole | {DOCS / name: filled((DOCS / name).read_text(), parts, name) for name, parts in PARTS.items()}
 
 
 def main() -> None:
-    stale = {path: text for path, text in made().items() if not path.exists() or path.read_text() != text}
+    stale = {path: text for path, text in generated().items() if not path.exists() or path.read_text() != text}
     if "--check" in sys.argv:
         if stale:
             names = ", ".join(f"docs/{path.name}" for path in stale)

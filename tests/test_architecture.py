@@ -1,4 +1,4 @@
-"""The package keeps to the rooms and arrows that docs/architecture.md draws, and the paths it names are there."""
+"""Imports follow the subpackages and arrows in docs/architecture.md, and the paths it names exist."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "testtime"
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
-OUTSIDE = ("__init__", "__main__", "checks")  # of the top level: what only looks names up, or is imported by nobody
+OUTSIDE = ("__init__", "__main__", "checks")  # top-level modules that only look names up, or that nothing imports
 
 sys.path.insert(0, str(ROOT / "scripts"))
-from pages.architecture import LAYERS, rooms  # noqa: E402
+from pages.architecture import LAYERS, subpackages  # noqa: E402
 
-ROOMS = rooms(PAGE)
+DEPENDS_ON = subpackages(PAGE)
 
 
-def room(module: str) -> str:
-    """The room of a module under its dotted name without the package's."""
+def subpackage(module: str) -> str:
+    """The subpackage of a module, given its dotted name without `testtime.`."""
     first = module.partition(".")[0]
-    return first if (SOURCE / first).is_dir() else "words"
+    return first if (SOURCE / first).is_dir() else "core"
 
 
 def reached(name: str) -> set[str]:
-    """The room itself, and all that it builds on."""
-    return {name}.union(*map(reached, ROOMS[name]))
+    """The subpackage itself, and all that it depends on, directly or indirectly."""
+    return {name}.union(*map(reached, DEPENDS_ON[name]))
 
 
 def modules() -> dict[str, Path]:
@@ -37,7 +37,7 @@ def modules() -> dict[str, Path]:
 
 
 def imports(path: Path) -> set[str]:
-    """What a module imports of the package, wherever in it, under dotted names without the package's."""
+    """The modules of the package that a file imports anywhere, as dotted names without `testtime.`."""
     known, found = modules(), set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -47,24 +47,24 @@ def imports(path: Path) -> set[str]:
     return {name.removeprefix("testtime.") for name in found} & known.keys()
 
 
-def test_the_table_names_every_room_and_the_picture_shows_them() -> None:
+def test_the_table_names_every_subpackage_and_the_diagram_shows_them() -> None:
     packages = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
-    assert ROOMS.keys() == {*packages, "words"} == {name for layer in LAYERS for name in layer}
-    for name, below in ROOMS.items():
-        assert name == "words" or below, f"{name} builds on nothing"
+    assert DEPENDS_ON.keys() == {*packages, "core"} == {name for layer in LAYERS for name in layer}
+    for name, below in DEPENDS_ON.items():
+        assert name == "core" or below, f"{name} depends on nothing"
 
 
 @pytest.mark.parametrize("name", sorted(modules()))
 def test_imports_point_one_way(name) -> None:
-    allowed = reached(room(name))
-    wrong = {other for other in imports(modules()[name]) if room(other) not in allowed}
-    assert not wrong, f"{name} may not import {sorted(wrong)}: {room(name)} builds on {sorted(allowed)}"
+    allowed = reached(subpackage(name))
+    wrong = {other for other in imports(modules()[name]) if subpackage(other) not in allowed}
+    assert not wrong, f"{name} may not import {sorted(wrong)}: {subpackage(name)} depends on {sorted(allowed)}"
 
 
 def test_an_import_against_the_arrows_would_be_noticed(tmp_path) -> None:
     odd = tmp_path / "odd.py"
     odd.write_text("def late():\n    from testtime.session import run\n    import testtime.cli.app\n")
-    assert {room(other) for other in imports(odd)} == {"session", "cli"} and "cli" not in reached("session")
+    assert {subpackage(other) for other in imports(odd)} == {"session", "cli"} and "cli" not in reached("session")
 
 
 def test_every_change_names_files_that_are_there() -> None:

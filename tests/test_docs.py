@@ -32,7 +32,7 @@ def test_the_generated_pages_are_fresh(make_docs, monkeypatch) -> None:
     make_docs.main()
 
 
-def test_a_stale_part_of_a_page_is_noticed_and_mended(make_docs, monkeypatch, tmp_path) -> None:
+def test_a_stale_part_of_a_page_is_detected_and_updated(make_docs, monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(make_docs, "DOCS", shutil.copytree(ROOT / "docs", tmp_path / "docs"))
     page = tmp_path / "docs" / "dpe.md"
     page.write_text(page.read_text().replace("`scale_affinity` | `False`", "`scale_affinity` | `True`"))
@@ -44,16 +44,16 @@ def test_a_stale_part_of_a_page_is_noticed_and_mended(make_docs, monkeypatch, tm
     assert page.read_text() == (ROOT / "docs" / "dpe.md").read_text()
 
 
-def test_a_page_without_the_place_of_a_part_is_refused(make_docs) -> None:
-    with pytest.raises(SystemExit, match="places for"):
-        make_docs.filled("No place here.", {"table": lambda: ""}, "page.md")
+def test_a_page_without_the_marker_of_a_part_is_rejected(make_docs) -> None:
+    with pytest.raises(SystemExit, match="markers for"):
+        make_docs.filled("No marker here.", {"table": lambda: ""}, "page.md")
 
 
 def test_the_page_on_dpe_explains_every_difference() -> None:
     page = (ROOT / "docs" / "dpe.md").read_text()
-    assert {place.number for place in DIFFERENCES} == set(range(1, 17))
-    for place in DIFFERENCES:
-        assert f"\n**{place.number}. " in page and f"| `{place.option}` |" in page
+    assert {difference.number for difference in DIFFERENCES} == set(range(1, 17))
+    for difference in DIFFERENCES:
+        assert f"\n**{difference.number}. " in page and f"| `{difference.option}` |" in page
 
 
 def test_the_page_on_datasets_names_every_benchmark_with_its_terms() -> None:

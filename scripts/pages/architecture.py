@@ -1,4 +1,4 @@
-"""The picture of the rooms: boxes in the order of the data's way, arrows as the page's table gives them."""
+"""The diagram of the subpackages: boxes in the order of the data flow, arrows from the page's table."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from html import escape
 from pathlib import Path
 
 PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
-# the boxes from top to bottom; the table says what lies between them
+# the boxes from top to bottom; the arrows between them come from the table
 LAYERS = (
-    ("words",),
+    ("core",),
     ("files", "machine"),
     ("images", "text"),
     ("datasets", "encoding", "methods"),
@@ -23,20 +23,20 @@ WIDTH, BOX, TALL, STEP = 640, 150, 34, 66
 ROW = re.compile(r"^\| `([a-z]+)` \|.*\|([^|]*)\|$", re.M)
 
 
-def rooms(page: str) -> dict[str, list[str]]:
-    """The rooms of the page's table, each with those that it builds on."""
+def subpackages(page: str) -> dict[str, list[str]]:
+    """The subpackages in the page's table, each with those that it depends on."""
     return {name: re.findall(r"`([a-z]+)`", on) for name, on in ROW.findall(page)}
 
 
-def picture() -> str:
-    """The rooms as SVG, in the page's own colours."""
+def diagram() -> str:
+    """The subpackages as SVG, in the page's own colours."""
     centres = {
-        name: (WIDTH * (2 * place + 1) / (2 * len(layer)), STEP * depth + TALL)
+        name: (WIDTH * (2 * index + 1) / (2 * len(layer)), STEP * depth + TALL)
         for depth, layer in enumerate(LAYERS)
-        for place, name in enumerate(layer)
+        for index, name in enumerate(layer)
     }
     parts = []
-    for name, below in rooms(PAGE.read_text()).items():
+    for name, below in subpackages(PAGE.read_text()).items():
         x, y = centres[name]
         for other in below:
             a, b = centres[other]
@@ -52,8 +52,8 @@ def picture() -> str:
     ]
     height = STEP * (len(LAYERS) - 1) + 2 * TALL
     return (
-        f'<svg class="rooms" viewBox="0 0 {WIDTH} {height}" role="img" '
-        'aria-label="The rooms of the package, and which builds on which" xmlns="http://www.w3.org/2000/svg">'
+        f'<svg class="subpackages" viewBox="0 0 {WIDTH} {height}" role="img" '
+        'aria-label="The subpackages, and which depends on which" xmlns="http://www.w3.org/2000/svg">'
         '<defs><marker id="tip" viewBox="0 0 8 8" refX="4" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
         f'<path d="M0 0L8 4L0 8z"/></marker></defs>{"".join(parts + boxes)}</svg>\n'
     )

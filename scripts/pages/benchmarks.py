@@ -1,4 +1,4 @@
-"""The fifteen benchmarks as tables: what they hold and whose they are, and where each is looked for."""
+"""Tables of the fifteen benchmarks: their contents and sources, and their folder layouts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def table() -> str:
 
 
 def layouts() -> str:
-    """Folders of every benchmark in both layouts, and the file that lists its images."""
+    """The folders of every benchmark in both layouts, and the file that lists its images."""
     rows = [
         [f"`{row.name}`", f"`{row.coop}`", f"`{row.tpt}`", f"`{row.split}`" if row.split else "its folders"]
         for row in BENCHMARKS

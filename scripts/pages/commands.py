@@ -13,30 +13,30 @@ from testtime.cli.app import app
 
 
 def walk(command: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Every command below one, under its full name, in the order of the help."""
-    for key, below in getattr(command, "commands", {}).items():
+    """Every subcommand under its full name, in the order of the help."""
+    for key, subcommand in getattr(command, "commands", {}).items():
         full = f"{name} {key}"
-        if hasattr(below, "commands"):
-            yield from walk(below, full)
+        if hasattr(subcommand, "commands"):
+            yield from walk(subcommand, full)
         else:
-            yield full, below
+            yield full, subcommand
 
 
 def plain(text: str) -> str:
-    """Help without its terminal colours."""
+    """Help text without terminal markup."""
     return re.sub(r"\[/?(?:bold|dim|red|green)?\]", "", text)
 
 
 def usage(name: str, command: Any) -> str:
-    """How a command is called."""
+    """The usage line of a command."""
     words = [name]
-    for given in command.params:
-        if given.param_type_name == "argument":
-            word = given.metavar or given.name.upper().strip("_")
-            words.append(word if given.required else f"[{word}]")
-    needed = [p for p in command.params if p.param_type_name == "option" and p.required]
-    words += [f"{option.opts[0]} {option.metavar or option.name.upper()}" for option in needed]
-    return " ".join([*words, "[OPTIONS]"] if len(needed) < len(options(command)) else words)
+    for parameter in command.params:
+        if parameter.param_type_name == "argument":
+            word = parameter.metavar or parameter.name.upper().strip("_")
+            words.append(word if parameter.required else f"[{word}]")
+    required = [p for p in command.params if p.param_type_name == "option" and p.required]
+    words += [f"{option.opts[0]} {option.metavar or option.name.upper()}" for option in required]
+    return " ".join([*words, "[OPTIONS]"] if len(required) < len(options(command)) else words)
 
 
 def options(command: Any) -> list[Any]:
@@ -45,9 +45,9 @@ def options(command: Any) -> list[Any]:
 
 
 def default(option: Any) -> str:
-    """What an option is where it is not given."""
+    """The default of an option, in words."""
     if option.required:
-        return "must be given"
+        return "required"
     if isinstance(option.show_default, str):
         return option.show_default
     value = option.default
@@ -56,7 +56,7 @@ def default(option: Any) -> str:
     return "" if value is None else f"`{value}`"
 
 
-def described(name: str, command: Any) -> list[str]:
+def section(name: str, command: Any) -> list[str]:
     """The section of one command."""
     lines = ["", f"## {name}", "", plain(command.help or "").strip(), "", "```text", usage(name, command), "```"]
     arguments = [p for p in command.params if p.param_type_name == "argument"]
@@ -81,5 +81,5 @@ def page() -> str:
     root = typer.main.get_command(app)
     lines = ["# Command line", "", NOTICE, "", *plain(root.help or "").splitlines(), "", plain(root.epilog or "")]
     for name, command in walk(root, "testtime"):
-        lines += described(name, command)
+        lines += section(name, command)
     return "\n".join(lines) + "\n"

@@ -1,4 +1,4 @@
-"""The tables of the page on experiments: which there are, their settings, and the published numbers."""
+"""The tables of the page on experiments: the experiments, their settings, and the published numbers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from testtime.experiments import recipes
 from testtime.experiments.catalogue import EXPERIMENTS, SYSTEMS, TEXTS
 from testtime.experiments.recipes import Published
 
-# settings of a recipe by method, and how the table heads them
+# settings of a recipe by method, and their column headings
 SETTINGS = {
     "dpe": {"alpha": "alpha", "beta": "beta", "lr_text": "lr", "align_weight": "lambda"},
     "tda": {"pos_alpha": "alpha", "pos_beta": "beta"},
@@ -49,7 +49,7 @@ def published() -> str:
 
 
 def _table(published: Published) -> str:
-    """One table of the paper, for each backbone in it."""
+    """One table of the paper, for each of its backbones."""
     known = recipes.recipes()
     titles = [known[column].title if column in known else column for column in published.columns]
     parts = []

@@ -1,4 +1,4 @@
-"""The page on methods: what each one does, what can be set, and what it costs."""
+"""The page on methods: what each does, its settings, and its cost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COSTS = Path(__file__).parents[2] / "benchmarks" / "results" / "methods.json"
 
 
 def comments(cls: type[Any]) -> dict[str, str]:
-    """What the source says beside each setting, inherited ones too."""
+    """The comment beside each setting in the source, including inherited settings."""
     beside = {}
     for part in reversed([one for one in cls.__mro__ if one is not object]):
         for line in inspect.getsource(part).splitlines():
@@ -37,7 +37,7 @@ def costs() -> tuple[dict[tuple[str, int], float], str, str]:
 
 
 def cost(milliseconds: float | None, tower: bool) -> str:
-    """A cell of the table; a star marks what went through a text tower."""
+    """A cell of the table; a star marks methods that use a text tower."""
     return "not measured" if milliseconds is None else f"{milliseconds:.2f}{'*' * tower}"
 
 
@@ -63,13 +63,14 @@ def page() -> str:
         "",
         NOTICE,
         "",
-        "[Which one to take](choosing.md) is said in words on its own page.",
+        "See [choosing a method](choosing.md) for advice.",
         "",
         table(head, rows),
         "",
-        f"Cost: milliseconds per image on stored features, 64 views, 512 features, as `benchmarks/methods.py` measured "
-        f"them on a shared two-core machine ({conditions}). With a star: through a small text tower ({tower}); these "
-        "methods cost what the tower does, and that of a real encoder is many times as large.",
+        "Cost: milliseconds per image on stored features, 64 views, 512 features, measured with "
+        f"`benchmarks/methods.py` on a shared two-core machine ({conditions}). A star marks methods that ran "
+        f"through a small text tower ({tower}); their cost is that of the tower, and a real "
+        "encoder's tower costs many times as much.",
     ]
     for name in registry.METHODS.ours:
         cls = registry.method_class(name)

@@ -1,4 +1,4 @@
-"""What was measured, as the programs in `benchmarks` wrote it down."""
+"""Measurements, from the files that the scripts in `benchmarks` wrote."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Any
 from testtime.experiments.catalogue import SYSTEMS
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-FILES = ("h200-commands.json", "h200-parts.json")  # a stage is told from the first with it
+FILES = ("h200-commands.json", "h200-parts.json")  # a stage is taken from the first file that has it
 TITLES = {
-    "commands": "What a user types: 64 views, 1000 classes, ViT-B/16; milliseconds per image after the first 50",
-    "four cores": "The same commands kept to 4 of the machine's 16 cores",
+    "commands": "Commands: 64 views, 1000 classes, ViT-B/16; milliseconds per image after the first 50",
+    "four cores": "The same commands, limited to 4 of the machine's 16 cores",
     "step": "One step, C = 1000, D = 512, 64 views, DPE with full queues",
     "encoder": "ViT-B/16 in half precision, 64 views of an image",
-    "float8": "ViT-B/16 with its large products in 8 bits, which is off unless asked for: 256 views, per image",
-    "views": "Views of a photograph, 64 of them",
+    "float8": "ViT-B/16 with its large products in 8 bits, off by default: 256 views, per image",
+    "views": "64 views of a photograph",
     "whole": "From an image to its prediction, ViT-B/16",
     "decode": "Reading a JPEG file",
     "rn50": "From an image to its prediction, RN50",
-    "released": "The way of the released code, ViT-B/16, views made before",
+    "released": "The approach of the released code, ViT-B/16, with precomputed views",
 }
 ORDER = [row.label for row in SYSTEMS if not row.invalid]
 SKIPPED = ("seconds to prepare", "difference", "classes alike", "least cosine", "bytes of a file")
 
 
 def systems() -> str:
-    """Every system over Caltech101's test split, as `testtime bench systems` left it."""
+    """Every system over Caltech101's test split, from the output of `testtime bench systems`."""
     cells = json.loads((RESULTS / "systems-h200.json").read_text())
     lines = ["| system | accuracy | ms per image | peak MB | state MB |", "|---|---:|---:|---:|---:|"]
     for name in ORDER:
@@ -40,52 +40,54 @@ def systems() -> str:
 
 
 def cpu() -> str:
-    """A step of DPE on two cores, as `benchmarks/step.py --json` left it, and a sweep, as `benchmarks/sweep.py` did."""
+    """A step of DPE on two cores and a sweep, from the output of `benchmarks/step.py` and `benchmarks/sweep.py`."""
     rows = json.loads((RESULTS / "step.json").read_text())
     sizes = [f"C = {row['classes']}" for row in rows]
     names = [name for name in rows[0] if name not in ("classes", "dim", "views")]
-    lines = [f"| ms a step, D = {rows[0]['dim']}, {rows[0]['views']} views | {' | '.join(sizes)} |", "|---|---:|---:|"]
+    head = f"ms per step, D = {rows[0]['dim']}, {rows[0]['views']} views"
+    lines = [f"| {head} | {' | '.join(sizes)} |", "|---|---:|---:|"]
     lines += [f"| {name} | {' | '.join(f'{row[name]:.2f}' for row in rows)} |" for name in names]
-    told = json.loads((RESULTS / "sweep-cpu.json").read_text())
-    commands = f"; {told['settings'] * told['one_command_seconds']:.0f} s as so many commands"
-    lines += ["", _swept(told, f"{told['threads']} threads", commands)]
+    measured = json.loads((RESULTS / "sweep-cpu.json").read_text())
+    commands = f"; {measured['settings'] * measured['one_command_seconds']:.0f} s as separate commands"
+    lines += ["", _sweep(measured, f"{measured['threads']} threads", commands)]
     return "\n".join(lines) + "\n"
 
 
-def _swept(told: dict[str, Any], where: str, besides: str) -> str:
-    """What a sweep took beside the same settings one by one."""
+def _sweep(measured: dict[str, Any], where: str, commands: str) -> str:
+    """The time of a sweep, compared with the same settings one by one."""
+    single = measured["one_run_seconds"]
     return (
-        f"{told['settings']} settings over {told['images']} images of {told['classes']} classes, {where}: "
-        f"{told['sweep_seconds']:.2f} s in one pass; {told['one_run_seconds']:.3f} s one of them alone, so "
-        f"{told['settings'] * told['one_run_seconds']:.1f} s one by one in one process{besides}. {_compared(told)}"
+        f"{measured['settings']} settings over {measured['images']} images of {measured['classes']} classes, {where}: "
+        f"{measured['sweep_seconds']:.2f} s in one pass; {single:.3f} s for one of them alone, so "
+        f"{measured['settings'] * single:.1f} s one by one in one process{commands}. {_differences(measured)}"
     )
 
 
-def _compared(told: dict[str, Any]) -> str:
-    """How the numbers of a sweep differ from those of single runs."""
-    if not told["largest_difference"]:
+def _differences(measured: dict[str, Any]) -> str:
+    """How the results of a sweep differ from those of single runs."""
+    if not measured["largest_difference"]:
         return "Logits are the same bit for bit."
-    wrong = 100 - 100 * told["predictions_alike"]
-    return f"Logits differ by {told['largest_difference']:.0e} at most, predictions in {wrong:.2f} %."
+    changed = 100 - 100 * measured["predictions_alike"]
+    return f"Logits differ by {measured['largest_difference']:.0e} at most, predictions in {changed:.2f} %."
 
 
 def gpu() -> str:
-    """Tables of milliseconds per image, a machine's name above them."""
+    """Tables of milliseconds per image, under the name of the machine."""
     lines: list[str] = []
-    told_before: set[str] = set()
+    listed: set[str] = set()
     for name in FILES:
-        told = json.loads((RESULTS / name).read_text())
-        machine = told["machine"]
+        measured = json.loads((RESULTS / name).read_text())
+        machine = measured["machine"]
         lines += [
             f"On one {machine['device']}, torch {machine['torch']}, Python {machine['python']}, "
             f"{machine['cores']} cores; random weights in the published shapes. From `benchmarks/results/{name}`.",
             "",
         ]
         for stage, title in TITLES.items():
-            values = told["results"].get(stage)
-            if not values or stage in told_before:
+            values = measured["results"].get(stage)
+            if not values or stage in listed:
                 continue
-            told_before.add(stage)
+            listed.add(stage)
             lines += [f"**{title}**", "", "| what | |", "|---|---:|"]
             lines += [
                 f"| {what} | {value:.1e} |" if "1 - cosine" in what else f"| {what} | {value:.2f}{_unit(what)} |"
@@ -93,11 +95,11 @@ def gpu() -> str:
                 if isinstance(value, float) and not any(word in what for word in SKIPPED)
             ]
             lines.append("")
-    told = json.loads((RESULTS / "sweep-h200.json").read_text())
-    lines += [_swept(told, f"one {told['device']}", ""), ""]
+    measured = json.loads((RESULTS / "sweep-h200.json").read_text())
+    lines += [_sweep(measured, f"one {measured['device']}", ""), ""]
     return "\n".join(lines)
 
 
 def _unit(what: str) -> str:
-    """The unit of an entry, which its name tells."""
+    """The unit of an entry, from its name."""
     return "×" if "over encoder" in what else " s" if "seconds" in what else " ms"
