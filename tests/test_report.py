@@ -28,7 +28,7 @@ def stream(*curves, classes=20, **others):
     curves = curves or (curve("Zero-shot", 0.6), curve("TDA", 0.65, seed=1), curve("DPE", 0.7, seed=2))
     labels = [index % classes for index in range(len(curves[0].correct))]
     settings = {"title": "Pets", "subtitle": "photos", "classnames": [f"class {c}" for c in range(classes)]}
-    return StreamReport(**(settings | {"curves": curves, "labels": labels, "facts": {"Seed": "0"}} | others))
+    return StreamReport(**(settings | {"curves": curves, "labels": labels, "conditions": {"Seed": "0"}} | others))
 
 
 class Page(HTMLParser):

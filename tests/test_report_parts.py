@@ -47,7 +47,7 @@ def stream(labels, before, after, classes=4, **others):
         Curve(a.name, [p == t for p, t in zip(a.predictions, labels, strict=True)], 1.0)
         for a in others.get("answers", given)
     ]
-    settings = {"title": "Pets", "subtitle": "photos", "classnames": names, "labels": labels, "facts": {}}
+    settings = {"title": "Pets", "subtitle": "photos", "classnames": names, "labels": labels, "conditions": {}}
     return StreamReport(**(settings | {"curves": curves, "answers": given} | others))
 
 
@@ -55,7 +55,7 @@ def folder(before, after, classes=4, **others):
     names = [f"class {c}" for c in range(classes)]
     given = [answers("zeroshot", before), answers("dpe", after)]
     return UnlabelledReport(
-        **({"title": "A", "subtitle": "b", "answers": given, "classnames": names, "facts": {}} | others)
+        **({"title": "A", "subtitle": "b", "answers": given, "classnames": names, "conditions": {}} | others)
     )
 
 
