@@ -19,7 +19,7 @@ from safetensors.torch import save
 import testtime as tt
 from testtime import Session
 from testtime.methods.dpe import DPE
-from testtime.steppers import form_of, open_stepper
+from testtime.steppers import fast_of, open_stepper
 from testtime.steppers.plain import Plain
 from testtime.types import InputError, SettingError, StateError, Task, ViewPlan
 
@@ -188,7 +188,7 @@ def test_task_of_one_prototype_is_left_to_the_method() -> None:
     text = torch.nn.functional.normalize(torch.ones(4, 8), dim=1)
     task = Task(text, tuple("abcd"))
     for method in degenerate.METHODS.values():
-        assert form_of(task, method) is None and isinstance(open_stepper(task, [method]), Plain)
+        assert fast_of(task, method) is None and isinstance(open_stepper(task, [method]), Plain)
 
 
 @both

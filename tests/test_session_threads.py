@@ -154,9 +154,9 @@ def test_handler_that_is_not_pythons_is_left_alone(monkeypatch: pytest.MonkeyPat
 def test_interrupt_that_ends_the_process_does_so_after_the_block() -> None:
     program = """
 import os, signal
-from testtime.machine.interrupts import held_back
+from testtime.machine.interrupts import deferred_interrupts
 signal.signal(signal.SIGINT, signal.SIG_DFL)
-with held_back():
+with deferred_interrupts():
     os.kill(os.getpid(), signal.SIGINT)
     print("all of it", flush=True)
 print("too far")

@@ -283,10 +283,10 @@ def test_precision_of_products_is_set_back() -> None:
 
 
 def test_answers_of_another_shape_than_logits_keep_it() -> None:
-    from testtime.experiments.oracle import parts_of
+    from testtime.experiments.oracle import oracle_of
     from testtime.methods.dmn import DMN
 
     task, stream, _ = tt.toy(images=20, views=3)
-    method = parts_of(DMN())
+    method = oracle_of(DMN())
     expected, _ = method.scan(task, method.init(task), stream)
     assert torch.equal(opened(task, method).scan(stream)[0], expected)
