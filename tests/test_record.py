@@ -45,7 +45,7 @@ def test_the_report_is_that_of_a_second_pass(method) -> None:
         assert [s.images for s in ours.queues.snapshots] == [12, 60]
         # of one view, the feature is the image's own, so both ways must find the same images
         assert [set(s.entries) for s in ours.queues.snapshots] == [set(s.entries) for s in theirs.queues.snapshots]
-        assert "the image that brought it" in ours.queues.text
+        assert "the image it came from" in ours.queues.text
     html([ours], {}, "A page")
 
 
@@ -59,7 +59,7 @@ def test_without_a_label_for_every_image_it_shows_what_changed() -> None:
 
 def test_features_from_before_the_run_are_left_out_and_it_is_said() -> None:
     report = recorded("dpe", resumed=30).report("A stream", place=False)
-    assert report.queues is not None and "features from before this run are left out" in report.queues.text
+    assert report.queues is not None and "features from before this run are omitted" in report.queues.text
     held = [entry.image for entry in report.queues.snapshots[-1].entries]
     assert held and max(held) < 30 and "30 images" in report.subtitle
     html([report], {}, "A page")
@@ -103,7 +103,7 @@ def test_an_unlabelled_run_and_one_that_goes_on_write_theirs(cli, photos, tmp_pa
     (flat / "03.png").write_bytes(b"no image")
     common = ["--classes", "cat,dog,fox", "-e", "tiny", "--out", tmp_path / "a.csv", "--save", state]
     assert cli("run", flat, *common, "--limit", 5, "--report", page).code == 0
-    assert "does not say which of the two is right" in page.read_text() or "gives every image" in page.read_text()
+    assert "unknown which of the two is correct" in page.read_text() or "gives the same answer" in page.read_text()
     assert "4 images, 3 classes" in page.read_text()
     outcome = cli("run", flat, *common, "--resume", state, "--report", page)
     assert outcome.code == 0 and "after 4 images of an earlier run" in page.read_text()

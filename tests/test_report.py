@@ -162,17 +162,17 @@ def test_image_ticks_and_samples_stay_within_the_stream(images):
 def test_labels_keep_apart_in_order_and_inside(seed):
     draw = random.Random(seed)
     wanted = sorted(draw.choice([50, 55, draw.uniform(0, 300)]) for _ in range(draw.randint(1, 14)))
-    places = chart.keep_apart(wanted, 17, 0, 300)
+    places = chart.spread_out(wanted, 17, 0, 300)
     assert all(b - a >= 17 - 1e-9 for a, b in zip(places, places[1:], strict=False))
     assert places[0] >= -1e-9 and places[-1] <= 300 + 1e-9
 
 
 def test_labels_with_room_are_not_moved():
-    assert chart.keep_apart([10, 40, 90], 17, 0, 100) == [10, 40, 90]
+    assert chart.spread_out([10, 40, 90], 17, 0, 100) == [10, 40, 90]
 
 
 def test_more_labels_than_fit_share_the_height():
-    assert chart.keep_apart([5.0] * 11, 17, 0, 100) == pytest.approx(range(0, 101, 10))
+    assert chart.spread_out([5.0] * 11, 17, 0, 100) == pytest.approx(range(0, 101, 10))
 
 
 def test_classes_are_sorted_by_gain_and_unseen_ones_left_out():
@@ -224,7 +224,7 @@ def test_a_method_keeps_its_colour_from_stream_to_stream():
         (lambda: stream(curve(images=3), curve(images=4)), "same stream"),
         (lambda: stream(curve(images=0)), "no images"),
         (lambda: stream(curve(images=3), labels=[0]), "1 labels for 3 images"),
-        (lambda: stream(curve(images=2), labels=[0, 20]), "label 20, where 20 class names"),
+        (lambda: stream(curve(images=2), labels=[0, 20]), "label 20, but there are 20 class names"),
     ],
 )
 def test_what_does_not_fit_is_named(given, words):

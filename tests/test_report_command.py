@@ -81,7 +81,7 @@ def test_without_labels_it_shows_what_changed(tmp_path, capsys):
     code, _, said = run(capsys, path, "--out", tmp_path / "page.html", "--no-map")
     text = (tmp_path / "page.html").read_text()
     assert code == 0 and "60 images" in said
-    assert "What changed" in text and "does not say which of the two is right" in text and "Accuracy so far" not in text
+    assert "What changed" in text and "unknown which of the two is correct" in text and "Accuracy so far" not in text
 
 
 def test_images_come_from_the_store_or_from_a_folder(tmp_path, capsys):

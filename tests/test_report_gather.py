@@ -60,7 +60,7 @@ def test_queue_entries_are_traced_to_their_images(toy):
         for key in bank.keys[label][bank.cost[label].isfinite()]:
             image = int((stream[:, 0] @ key).argmax())
             assert (label, image) in held and torch.allclose(stream[image, 0], key, atol=1e-6)
-    assert "found by equality" in report.queues.text
+    assert "equals that of exactly one image" in report.queues.text
 
 
 def test_with_several_views_the_page_says_that_images_are_the_nearest():
@@ -108,7 +108,7 @@ def test_many_classes_are_cut_to_those_most_often_answered(toy, monkeypatch):
     answers = torch.tensor(report.answers[-1].predictions).bincount(minlength=task.classes)
     assert 0 < len(report.queues.snapshots[0].entries) <= 7
     assert min(answers[c] for c in shown) >= max(answers[c] for c in range(task.classes) if c not in shown)
-    assert "are left out" in report.queues.text
+    assert "more are omitted" in report.queues.text
 
 
 def test_a_method_without_queues_has_no_map(toy):
@@ -123,7 +123,7 @@ def test_the_same_method_twice_gets_two_names(toy):
     methods = [registry.make_method("dpe", None, {"alpha": alpha}) for alpha in (1, 6)]
     report = stream_report(task, stream[:20], torch.zeros(20, dtype=torch.long), methods, place=False)
     assert [curve.name for curve in report.curves] == ["zeroshot", "dpe", "dpe 2"]
-    assert [curve.note for curve in report.curves] == ["nothing to set", "alpha=1.0", "defaults"]
+    assert [curve.note for curve in report.curves] == ["no settings", "alpha=1.0", "defaults"]
 
 
 def test_a_sweep_gives_the_accuracy_of_each_setting(toy):
@@ -185,6 +185,6 @@ def test_without_scikit_learn_the_map_says_how_to_come_by_it(toy, monkeypatch):
 
 
 def test_conditions_end_with_the_command(toy):
-    facts = conditions(toy[0], "testtime report x", Dataset="Pets", Labels="")
-    assert list(facts) == ["Encoder", "Dataset", "Versions", "Machine", "Command"]
-    assert torch.__version__ in facts["Versions"] and "threads" in facts["Machine"]
+    found = conditions(toy[0], "testtime report x", Dataset="Pets", Labels="")
+    assert list(found) == ["Encoder", "Dataset", "Versions", "Machine", "Command"]
+    assert torch.__version__ in found["Versions"] and "threads" in found["Machine"]

@@ -105,7 +105,7 @@ class Balanced(HTMLParser):
 def test_every_part_is_in_the_page_and_its_tags_close():
     page = Balanced(report.html([random_stream()], {"a": "b"}, "t"))
     said = " ".join(page.words)
-    for heading in ("taken for what", "confidence can be trusted", "queues of dpe hold", "What the settings do"):
+    for heading in ("Confusion matrix", "Calibration", "Contents of the queues of dpe", "Effect of the settings"):
         assert heading in said
     assert "dpe: alpha" in page.words and "6.0" in page.words  # every setting
 
@@ -139,8 +139,8 @@ def test_markup_in_any_part_stays_text():
 
 def test_the_classes_that_take_part_in_most_changes_are_chosen():
     labels, before, after = [0] * 5 + [1, 2], [3] * 5 + [1, 2], [0] * 5 + [1, 1]
-    assert confusion_matrix.most_moved(labels, before, after, most=2) == [0, 3]
-    assert confusion_matrix.most_moved(labels, before, before) == []
+    assert confusion_matrix.most_changed(labels, before, after, most=2) == [0, 3]
+    assert confusion_matrix.most_changed(labels, before, before) == []
 
 
 def test_the_matrix_counts_every_answer_of_a_row():
@@ -154,7 +154,7 @@ def test_the_matrix_counts_every_answer_of_a_row():
 
 
 def test_answers_outside_the_matrix_are_counted_as_other(monkeypatch):
-    monkeypatch.setattr(confusion_matrix, "most_moved", lambda *_: [0])
+    monkeypatch.setattr(confusion_matrix, "most_changed", lambda *_: [0])
     page = confusion_matrix.confusion_matrix(stream([0, 0, 0], [1, 2, 0], [0, 0, 3]))
     assert re.findall(r"<td[^>]*>(\d*)</td>", page)[1:] == ["1", "2", "2", "1"]  # after the corner
 
@@ -234,10 +234,10 @@ def test_a_map_marks_what_is_in_a_wrong_queue_and_carries_pictures():
         [0, 1, 2], [0, 1, 2], [0, 1, 1], queues=queues, thumbnails={2: PIXEL}, names=["a.jpg", "b.jpg", "c.jpg"]
     )
     page = queue_map.queue_map(given, 1)
-    points = re.findall(r'<(circle|polygon) class="point[^>]*data-label="(\d)" data-picture="([^"]*)"', page)
+    points = re.findall(r'<(circle|polygon) class="point[^>]*data-label="(\d)" data-thumbnail="([^"]*)"', page)
     assert points == [("circle", "0", ""), ("circle", "1", ""), ("circle", "0", ""), ("circle", "1", ""),
                       ("polygon", "1", "t1-2")]  # fmt: skip
-    assert "class 1\nc.jpg\nin truth class 2" in page
+    assert "class 1\nc.jpg\nlabel: class 2" in page
     assert "3 features, 1 in a wrong queue" in page
 
 
@@ -254,7 +254,7 @@ def test_snapshots_share_one_map():
 def test_queues_without_places_are_listed_and_not_drawn():
     queues = QueueMap("tda", [Snapshot(2, [Queued(0, 0), Queued(1, 1)])])
     page = queue_map.queue_map(folder([0, 1], [0, 1], queues=queues), 1)
-    assert "<svg" not in page and page.count('class="thumb none"') == 2 and "2 classes without any" in page
+    assert "<svg" not in page and page.count('class="thumb none"') == 2 and "2 classes with an empty queue" in page
 
 
 def test_names_on_a_map_do_not_cover_each_other():
@@ -303,7 +303,7 @@ def test_changes_are_counted_by_kind():
         (2, 3, [4]),
     ]
     words = Balanced(report.html([given], {}, "t")).words
-    assert any("answers 4 of 5 images otherwise than zeroshot" in text for text in words)
+    assert any("dpe and zeroshot differ on 4 of 5 images" in text for text in words)
 
 
 def test_the_surest_and_the_least_sure_images_are_found():
@@ -313,13 +313,13 @@ def test_the_surest_and_the_least_sure_images_are_found():
 
 def test_a_folder_without_changes_says_so():
     page = report.html([folder([0, 1], [0, 1])], {}, "t")
-    assert "gives every image the answer of zeroshot" in page and not re.search(r"\bnan\b", page)
+    assert "gives the same answer as zeroshot for every image" in page and not re.search(r"\bnan\b", page)
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (lambda: stream([0], [0], [0], curves=[Curve("a", [True], 1)]), "zeroshot, dpe, where the curves are a"),
+        (lambda: stream([0], [0], [0], curves=[Curve("a", [True], 1)]), "answers of zeroshot, dpe, but curves of a"),
         (lambda: stream([0, 1], [0, 1], [0, 4]), "dpe answers class 4"),
         (lambda: folder([0], [0], answers=[Answers("a", [0], [0.1, 0.2])]), "1 answers and 2 confidences"),
         (lambda: folder([0], [0], answers=[answers("a", [0], [1.5])]), "confidence 1.5"),
@@ -327,7 +327,7 @@ def test_a_folder_without_changes_says_so():
         (lambda: folder([], []), "no images"),
         (lambda: folder([0], [0], names=["a", "b"]), "2 image names for 1 images"),
         (lambda: folder([0], [0], thumbnails={1: PIXEL}), "thumbnail of image 1"),
-        (lambda: folder([0], [0], thumbnails={0: "https://elsewhere/a.png"}), "no base64 data URI"),
+        (lambda: folder([0], [0], thumbnails={0: "https://elsewhere/a.png"}), "not a base64 data URI"),
         (lambda: folder([0], [0], queues=QueueMap("dpe", [Snapshot(1, [Queued(9, 0)])])), "queue of class 9"),
         (lambda: folder([0], [0], queues=QueueMap("dpe", [Snapshot(1, [Queued(0, 7)])])), "not among the 1"),
         (lambda: stream([0], [0], [0], grids=[Grid("g", "a", [1], "b", [1], [[0.1, 0.2]])]), "1 rows of 1 are needed"),

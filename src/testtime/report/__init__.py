@@ -1,6 +1,7 @@
 """Reports: one self-contained HTML page about a run, from plain data.
 
-`gather.stream_report` makes the data from a run over features, `record.Record` while a session runs; `html` the page.
+`gather.stream_report` collects the data from a run over features, `record.Record` from a running session; `html` makes
+the page.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Answers that changed: the images that the last method corrected, and those that it broke."""
+"""Changed answers: the images that the last method corrected, and those that it broke."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from testtime.report.data import Answers, StreamReport
 from testtime.report.markup import safe
 from testtime.report.thumbnails import gallery
 
-ROW = 8  # pictures in a gallery of one kind
+ROW = 8  # thumbnails per gallery
 
 
 def by_confidence(answers: Answers) -> list[int]:
-    """The images, most confident answer first."""
+    """Indices of the images, most confident answer first."""
     return sorted(range(len(answers.confidences)), key=lambda image: (-answers.confidences[image], image))
 
 
@@ -28,7 +28,7 @@ def corrected_and_broken(report: StreamReport, most: int = ROW) -> tuple[list[in
 
 
 def changed_answers(report: StreamReport, section: int) -> str:
-    """The pictures of images that were corrected, and of those that were broken."""
+    """Thumbnails of the images that were corrected, and of those that were broken."""
     corrected, broken = corrected_and_broken(report)
     if not report.thumbnails or not (corrected or broken):
         return ""
@@ -39,7 +39,7 @@ def changed_answers(report: StreamReport, section: int) -> str:
         return gallery(report, captions, section) if captions else "<p>None.</p>"
 
     return (
-        "<h3>Answers that changed</h3>"
+        "<h3>Changed answers</h3>"
         f"<h4>Corrected by {safe(report.answers[-1].name)}, most confident first</h4>{shown(corrected)}"
-        f"<h4>Broken by it</h4>{shown(broken)}"
+        f"<h4>Broken by {safe(report.answers[-1].name)}, most confident first</h4>{shown(broken)}"
     )

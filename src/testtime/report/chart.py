@@ -1,4 +1,4 @@
-"""What the line charts share: frame, axes, tidy ticks, labels that keep apart, and a colour for each method."""
+"""Shared by the line charts: frame, axes, round ticks, labels that do not overlap, and a colour for each method."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import NamedTuple
 from testtime.report.formatting import px, text_width
 from testtime.report.markup import safe
 
-NARROW = 520  # pixels; a chart that is less wide has fewer and shorter labels
-COLOURS = 6  # of the palette, besides the baseline's grey; later curves repeat them with dashes
+NARROW = 520  # pixels; a narrower chart has fewer and shorter labels
+COLOURS = 6  # in the palette, besides the baseline's grey; further curves repeat them with dashes
 
 
 class Frame(NamedTuple):
-    """Where data lie in the picture: 0 to `images` to the right and points `low` to `high` upwards, in pixels."""
+    """Maps data to pixels: 0 to `images` on the x axis, `low` to `high` percentage points on the y axis."""
 
     left: float
     right: float
@@ -34,7 +34,7 @@ class Frame(NamedTuple):
 def frame_around(
     ticks: Sequence[float], labels: Sequence[str], width: int, height: int, images: float, edge: int = 0, above: int = 0
 ) -> Frame:
-    """The frame that leaves room for the ticks on its left, the labels on its right, and `above` for a heading."""
+    """The frame that leaves space for the ticks on its left, the labels on its right, and `above` for a heading."""
     return Frame(
         left=edge + 8 + max(text_width(f"{tick:g}%") for tick in ticks),
         right=width - edge - 30 - max(map(text_width, labels)),
@@ -47,7 +47,7 @@ def frame_around(
 
 
 def figure(draw: Callable[[int, int], str], height: int, narrow_height: int, caption: str) -> str:
-    """A chart drawn twice by width and height, for wide and for narrow screens: text keeps its size."""
+    """A chart drawn twice, for wide and for narrow screens, so that text keeps its size."""
     return (
         f'<figure><div class="plot wide">{draw(860, height)}</div>'
         f'<div class="plot narrow">{draw(358, narrow_height)}</div><figcaption>{caption}</figcaption></figure>'
@@ -55,7 +55,7 @@ def figure(draw: Callable[[int, int], str], height: int, narrow_height: int, cap
 
 
 def tidy_range(low: float, high: float, most: int) -> list[float]:
-    """Tidy ticks, in points, that enclose what lies between `low` and `high`: at most `most` steps."""
+    """Round ticks, in points, that enclose `low` to `high` in at most `most` steps."""
     if high - low < 2:
         low, high = max(0.0, (low + high) / 2 - 1), min(100.0, (low + high) / 2 + 1)
     for step in (0.5, 1, 2, 5, 10, 20):
@@ -65,8 +65,8 @@ def tidy_range(low: float, high: float, most: int) -> list[float]:
     return [step * number for number in range(first, last + 1)]
 
 
-def upright_axis(frame: Frame, ticks: Sequence[float], edge: int, name: str) -> list[str]:
-    """The name of what is drawn, and a line across for each tick, in percent."""
+def y_axis(frame: Frame, ticks: Sequence[float], edge: int, name: str) -> list[str]:
+    """The axis title, and a horizontal line for each tick, in percent."""
     left, right = px(frame.left), px(frame.right)
     parts = [f'<text class="axis" x="{edge}" y="{px(frame.top - 16)}">{safe(name)}</text>']
     for tick in ticks:
@@ -77,51 +77,51 @@ def upright_axis(frame: Frame, ticks: Sequence[float], edge: int, name: str) -> 
     return parts
 
 
-def level_axis(frame: Frame, ticks: Mapping[float, str], name: str) -> list[str]:
-    """A tick with its words for each place, and the name of what runs to the right."""
+def x_axis(frame: Frame, ticks: Mapping[float, str], name: str) -> list[str]:
+    """Ticks with their labels, by value, and the axis title."""
     parts, bottom = [], px(frame.bottom)
-    for tick, words in ticks.items():
+    for tick, label in ticks.items():
         x = px(frame.x(tick))
         parts.append(f'<line class="base" x1="{x}" x2="{x}" y1="{bottom}" y2="{px(frame.bottom + 4)}"/>')
-        parts.append(f'<text class="tick middle" x="{x}" y="{px(frame.bottom + 19)}">{safe(words)}</text>')
+        parts.append(f'<text class="tick middle" x="{x}" y="{px(frame.bottom + 19)}">{safe(label)}</text>')
     x, y = px((frame.left + frame.right) / 2), px(frame.bottom + 41)
     return [*parts, f'<text class="axis middle" x="{x}" y="{y}">{safe(name)}</text>']
 
 
 def end_labels(frame: Frame, ends: Sequence[float], labels: Sequence[str], style: Sequence[str]) -> list[str]:
-    """A dot where each curve ends, and its name beside it, moved as little as keeps the names apart.
+    """A dot at the end of each curve, with its name beside it, moved only as far as needed to avoid overlap.
 
-    A label may carry a value after a NUL.
+    A label may have a value after a NUL.
     """
     order = sorted(range(len(ends)), key=lambda index: (-ends[index], index))
     wanted = [frame.y(ends[index]) for index in order]
     parts = []
-    for index, end, place in zip(order, wanted, keep_apart(wanted, 17, frame.top, frame.bottom), strict=True):
+    for index, end, y in zip(order, wanted, spread_out(wanted, 17, frame.top, frame.bottom), strict=True):
         name, _, value = labels[index].partition("\0")
         x = frame.right
-        leader = f"{px(x + 4)},{px(end)} {px(x + 16)},{px(place)} {px(x + 20)},{px(place)}"
+        leader = f"{px(x + 4)},{px(end)} {px(x + 16)},{px(y)} {px(x + 20)},{px(y)}"
         number = f'<tspan class="value" dx="6">{value}</tspan>' if value else ""
         parts.append(f'<circle class="dot {style[index]}" cx="{px(x)}" cy="{px(end)}" r="3.5"/>')
         parts.append(f'<polyline class="leader {style[index]}" points="{leader}"/>')
-        at = f'x="{px(x + 25)}" y="{px(place)}" dy=".35em"'
+        at = f'x="{px(x + 25)}" y="{px(y)}" dy=".35em"'
         parts.append(f'<text class="label {style[index]}" {at}>{safe(name)}{number}</text>')
     return parts
 
 
-def keep_apart(wanted: Sequence[float], gap: float, top: float, bottom: float) -> list[float]:
-    """Places in the order of `wanted` (rising), `gap` apart, nearest to it in squares, within top and bottom.
+def spread_out(wanted: Sequence[float], gap: float, top: float, bottom: float) -> list[float]:
+    """Positions at least `gap` apart, closest to `wanted` (ascending) in least squares, between top and bottom.
 
-    >>> keep_apart([10, 11, 40], 10, 0, 100)
+    >>> spread_out([10, 11, 40], 10, 0, 100)
     [5.5, 15.5, 40.0]
     """
     gap = min(gap, (bottom - top) / max(len(wanted) - 1, 1))
-    # without the gaps this is isotonic regression: neighbours out of order share their mean
+    # with the gaps subtracted this is isotonic regression: neighbours out of order share their mean
     blocks: list[tuple[float, int]] = []
-    for index, place in enumerate(wanted):
-        total, count = place - index * gap, 1
+    for index, position in enumerate(wanted):
+        total, count = position - index * gap, 1
         while blocks and blocks[-1][0] / blocks[-1][1] > total / count:
-            before = blocks.pop()
-            total, count = total + before[0], count + before[1]
+            previous = blocks.pop()
+            total, count = total + previous[0], count + previous[1]
         blocks.append((total, count))
     means = [total / count for total, count in blocks for _ in range(count)]
     highest = bottom - gap * (len(wanted) - 1)
@@ -129,12 +129,12 @@ def keep_apart(wanted: Sequence[float], gap: float, top: float, bottom: float) -
 
 
 def slots_of(names: Iterable[str]) -> dict[str, int]:
-    """A number for each name, from 1 on, in order of first appearance."""
+    """A number for each name, starting at 1, in order of first appearance."""
     return {name: slot for slot, name in enumerate(dict.fromkeys(names), start=1)}
 
 
 def styles_of(names: Sequence[str], slots: Mapping[str, int], baseline: bool = True) -> list[str]:
-    """Classes for each name's colour, its dashes where colours run out, and the weight of the last one.
+    """CSS classes of each name: its colour, dashes once colours run out, and a heavier line for the last one.
 
     With a `baseline`, the first is grey.
     """

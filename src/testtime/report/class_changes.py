@@ -1,4 +1,4 @@
-"""Class by class: what the last method made of each against the baseline, with bars."""
+"""Accuracy per class: the last method compared with the baseline, with bars."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from testtime.report.data import StreamReport
 from testtime.report.formatting import signed
 from testtime.report.markup import WIDE, Cell, safe, table
 
-SHOWN = 8  # classes named among the gains, and among the losses
+SHOWN = 8  # classes listed among the gains, and among the losses
 
 
 class Change(NamedTuple):
-    """What became of one class."""
+    """How the accuracy of one class changed."""
 
     name: str
     images: int
@@ -28,32 +28,32 @@ class Change(NamedTuple):
 
 
 def changes(report: StreamReport) -> list[Change]:
-    """What the last curve made of each class against the first, greatest gain first; classes seen only."""
+    """The change of each class from the first curve to the last, largest gain first; only classes that occur."""
     labels, classes = torch.tensor(report.labels), len(report.classnames)
     images = labels.bincount(minlength=classes).tolist()
     before, after = (
         per_class_accuracy(torch.where(curve.right(), labels, -1), labels, classes).tolist()  # -1: any other class
         for curve in (report.curves[0], report.curves[-1])
     )
-    everyone = zip(report.classnames, images, before, after, strict=True)
-    seen = [Change(name, number, old, new) for name, number, old, new in everyone if number]
+    rows = zip(report.classnames, images, before, after, strict=True)
+    seen = [Change(name, number, old, new) for name, number, old, new in rows if number]
     return sorted(seen, key=lambda change: -change.gain)  # stable: ties stay in class order
 
 
 def class_table(report: StreamReport) -> str:
-    """The classes that gained and lost most, with bars."""
+    """The classes with the largest gains and losses, with bars."""
     every = changes(report)
     gains = [change for change in every if change.gain > 0]
     losses = [change for change in every if change.gain < 0]
     same = len(every) - len(gains) - len(losses)
     heading = (
-        f"<h3>Class by class</h3><p>{safe(report.curves[-1].name)} against {safe(report.curves[0].name)}: "
-        f"of {len(every):,} classes, {len(gains):,} gain, {len(losses):,} lose and {same:,} stay as they were."
+        f"<h3>Accuracy per class</h3><p>{safe(report.curves[-1].name)} compared with {safe(report.curves[0].name)}: "
+        f"of {len(every):,} classes, {len(gains):,} gain, {len(losses):,} lose and {same:,} are unchanged."
     )
     if not gains and not losses:
         return heading + "</p>"
     if len(gains) > SHOWN or len(losses) > SHOWN:
-        heading += " The greatest changes:"
+        heading += " The largest changes:"
     most, least = max(every[0].gain, 0.0), min(every[-1].gain, 0.0)
     zero, span = -least / (most - least), most - least
 

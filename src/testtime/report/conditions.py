@@ -1,4 +1,4 @@
-"""What every number of a page depends on, besides the stream: encoder, versions, machine."""
+"""The conditions of every number on a page, besides the stream: encoder, versions, machine."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from testtime.types import Task
 
 
 def conditions(task: Task, command: str = "", **more: str) -> dict[str, str]:
-    """Facts for the foot of a page, in order; `more` comes after the encoder, the command last."""
+    """Conditions for the end of a page, in order; `more` comes after the encoder, the command last."""
     known = {
-        "Encoder": task.encoder or "not said",
+        "Encoder": task.encoder or "unknown",
         **more,
         "Versions": versions(),
         "Machine": machine(task.text.device),
@@ -27,7 +27,7 @@ def conditions(task: Task, command: str = "", **more: str) -> dict[str, str]:
 
 
 def versions() -> str:
-    """Those of the program and of what its numbers depend on; scikit-learn where it is installed, for the map."""
+    """Versions of testtime and of what its numbers depend on; scikit-learn, for the map, if it is installed."""
     known = {"testtime": __version__, "torch": torch.__version__, "Python": platform.python_version()}
     with suppress(PackageNotFoundError):
         known["scikit-learn"] = version("scikit-learn")
@@ -35,13 +35,13 @@ def versions() -> str:
 
 
 def machine(device: torch.device) -> str:
-    """The processor, how much of it is used, and the GPU where one computes."""
-    words = f"{_processor()}, {torch.get_num_threads()} of {os.cpu_count()} threads"
-    return f"{torch.cuda.get_device_name(device)}; {words}" if device.type == "cuda" else words
+    """The CPU, the threads used of it, and the GPU if one is used."""
+    cpu = f"{_cpu_name()}, {torch.get_num_threads()} of {os.cpu_count()} threads"
+    return f"{torch.cuda.get_device_name(device)}; {cpu}" if device.type == "cuda" else cpu
 
 
-def _processor() -> str:
-    """The processor's name where the system tells it, else its kind."""
+def _cpu_name() -> str:
+    """The CPU's name if the system reports it, else its architecture."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -1,4 +1,4 @@
-"""The confusion matrix: which classes are taken for which, by the baseline and by the last method."""
+"""The confusion matrix of the baseline beside that of the last method."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from testtime.report.markup import safe, scrolling
 CONFUSED = 12  # classes in the matrix
 
 
-def most_moved(labels: Sequence[int], before: Sequence[int], after: Sequence[int], most: int = CONFUSED) -> list[int]:
-    """The classes that take part in most changed answers, as truth, old or new answer; in class order.
+def most_changed(labels: Sequence[int], before: Sequence[int], after: Sequence[int], most: int = CONFUSED) -> list[int]:
+    """The classes with the most changed answers, as label, old or new answer; in class order.
 
-    >>> most_moved([0, 0, 1, 2], [1, 1, 1, 2], [0, 0, 1, 3], most=2)
+    >>> most_changed([0, 0, 1, 2], [1, 1, 1, 2], [0, 0, 1, 3], most=2)
     [0, 1]
     """
-    part: Counter[int] = Counter()
+    changes: Counter[int] = Counter()
     for label, old, new in zip(labels, before, after, strict=True):
         if old != new:
-            part.update({label, old, new})
-    ranked = sorted(part, key=lambda c: (-part[c], c))
+            changes.update({label, old, new})
+    ranked = sorted(changes, key=lambda c: (-changes[c], c))
     return sorted(ranked[:most])
 
 
 def confusion_matrix(report: StreamReport) -> str:
-    """The answers of the baseline beside those of the last method, for the classes that moved most."""
+    """The answers of the baseline beside those of the last method, for the classes with the most changes."""
     if len(report.answers) < 2:
         return ""
     both = report.answers[0], report.answers[-1]
-    chosen = most_moved(report.labels, both[0].predictions, both[1].predictions)
+    chosen = most_changed(report.labels, both[0].predictions, both[1].predictions)
     if not chosen:
         return ""
     counts = [Counter(zip(report.labels, answers.predictions, strict=True)) for answers in both]
@@ -49,14 +49,14 @@ def confusion_matrix(report: StreamReport) -> str:
         cells = "".join(_cells(count, truth, chosen, totals[truth]) for count in counts)
         rows.append(f'<tr><th scope="row"><small>{index + 1}</small> {name}</th>{cells}</tr>')
     matrix = (
-        f'<table><thead><tr><td></td>{head}</tr><tr><th scope="col">Truth</th>{numbers * 2}</tr></thead>'
+        f'<table><thead><tr><td></td>{head}</tr><tr><th scope="col">Label</th>{numbers * 2}</tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table>"
     )
     return (
-        "<h3>What is taken for what</h3>"
-        f"<p>The {len(chosen)} classes that take part in most changed answers. Each row is a class, each column the "
-        "answer, by the row's number; “other” counts the answers outside this table. Right answers are blue, wrong "
-        "ones orange, deeper the larger their share of the row.</p>" + scrolling(matrix, "matrix")
+        "<h3>Confusion matrix</h3>"
+        f"<p>The {len(chosen)} classes with the most changed answers. Each row is a label, each column an answer, by "
+        "the row's number; “other” counts the answers outside this table. Correct answers are blue, wrong ones orange; "
+        "a deeper colour is a larger share of the row.</p>" + scrolling(matrix, "matrix")
     )
 
 

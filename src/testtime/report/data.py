@@ -1,4 +1,4 @@
-"""What a report is made from: plain data, held to fit together where it is made."""
+"""The input of a report: plain data, validated on creation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from testtime.types import InputError
 
 T = TypeVar("T")
 
-PICTURE = re.compile(r"data:image/(jpeg|png|webp);base64,[A-Za-z0-9+/=]+")  # a picture inside the page
+DATA_URI = re.compile(r"data:image/(jpeg|png|webp);base64,[A-Za-z0-9+/=]+")  # an image embedded in the page
 
 
 def plain(values: Sequence[T]) -> list[T]:
@@ -35,30 +35,30 @@ class Curve:
     name: str
     correct: Sequence[bool]  # per image, in stream order
     seconds: float  # for the whole stream
-    note: str = ""  # settings in short
+    note: str = ""  # its settings, abbreviated
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "correct", plain(self.correct))
 
     @property
     def accuracy(self) -> float:
-        """Share of right answers, 0 to 1."""
+        """Share of correct answers, 0 to 1."""
         return metrics.accuracy(right := self.right(), torch.ones_like(right))
 
     def right(self) -> Tensor:
-        """Which answers are right: (N,) bool."""
+        """Which answers are correct: (N,) bool."""
         return torch.tensor(self.correct, dtype=torch.bool)
 
     def running(self) -> list[float]:
-        """Share of right answers up to and including each image, 0 to 1."""
+        """Share of correct answers up to and including each image, 0 to 1."""
         return metrics.running_accuracy(right := self.right(), torch.ones_like(right)).tolist()
 
 
 @dataclass(frozen=True)
 class Answers:
-    """What one method said of every image, in stream order."""
+    """The answers of one method to every image, in stream order."""
 
-    name: str  # of the curve it belongs to, where there are curves
+    name: str  # of its curve, if there are curves
     predictions: Sequence[int]
     confidences: Sequence[float]  # probability of the answer, 0 to 1
     seconds: float = math.nan  # for the whole stream
@@ -74,8 +74,8 @@ class Queued(NamedTuple):
     """One feature in the queue of a class, and the image it came from."""
 
     label: int  # the class whose queue holds it
-    image: int  # its place in the stream
-    x: float | None = None  # its place on the map; any unit, the same in all snapshots
+    image: int  # its index in the stream
+    x: float | None = None  # its position on the map; any unit, the same in all snapshots
     y: float | None = None
 
 
@@ -88,26 +88,26 @@ class Snapshot(NamedTuple):
 
 @dataclass(frozen=True)
 class QueueMap:
-    """The queues of a method at one or more moments. Entries without a place are listed, not drawn."""
+    """The queues of a method at one or more points of the stream. Entries without a position are listed, not drawn."""
 
     method: str
     snapshots: Sequence[Snapshot]
-    text: str = ""  # how images were found, what is left out
+    text: str = ""  # how images were matched, what is omitted
 
     @property
     def entries(self) -> list[Queued]:
-        """Those of all snapshots."""
+        """The entries of all snapshots."""
         return [entry for snapshot in self.snapshots for entry in snapshot.entries]
 
     @property
     def placed(self) -> bool:
-        """Whether there is something to draw, all of it with a place."""
+        """Whether there are entries, and all have a position on the map."""
         return bool(self.entries) and all(entry.x is not None and entry.y is not None for entry in self.entries)
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Accuracy over two settings: `values[row][column]`, 0 to 1, for `ys[row]` and `xs[column]`; None where not run."""
+    """Accuracy over two settings: `values[row][column]`, 0 to 1, for `ys[row]` and `xs[column]`; None if not run."""
 
     title: str
     x: str
@@ -120,7 +120,7 @@ class Grid:
         shape = [len(row) for row in self.values]
         if not self.xs or not self.ys or shape != [len(self.xs)] * len(self.ys):
             raise InputError(
-                f"'{self.title}': rows of {shape} values, where {len(self.ys)} rows of {len(self.xs)} are needed."
+                f"'{self.title}': rows of {shape} values, but {len(self.ys)} rows of {len(self.xs)} are needed."
             )
 
 
@@ -171,7 +171,7 @@ class StreamReport:
     grids: Sequence[Grid] = ()
     series: Sequence[Series] = ()
     names: Sequence[str] = ()  # of the images, in stream order
-    thumbnails: Mapping[int, str] = field(default_factory=dict)  # place in the stream -> data URI
+    thumbnails: Mapping[int, str] = field(default_factory=dict)  # index in the stream -> data URI
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "labels", plain(self.labels))
@@ -182,15 +182,13 @@ class StreamReport:
         names = [curve.name for curve in self.curves]
         if self.answers and [answers.name for answers in self.answers] != names:
             given = ", ".join(answers.name for answers in self.answers)
-            raise InputError(
-                f"'{self.title}': answers of {given}, where the curves are {', '.join(names)}; give the same."
-            )
+            raise InputError(f"'{self.title}': answers of {given}, but curves of {', '.join(names)}; both must match.")
         _check_images(self, images)
 
 
 @dataclass(frozen=True)
 class UnlabelledReport:
-    """One stream without labels: what the last method changed against the first, the baseline (zero-shot)."""
+    """One stream without labels: what the last method changed relative to the first, the baseline (zero-shot)."""
 
     title: str
     subtitle: str
@@ -214,7 +212,7 @@ class UnlabelledReport:
 
 @dataclass(frozen=True)
 class TablesReport:
-    """An experiment as tables, figures of its settings and what queues hold, without a stream of its own."""
+    """An experiment as tables, figures of its settings and contents of queues, without its own stream."""
 
     title: str
     subtitle: str
@@ -225,7 +223,7 @@ class TablesReport:
     series: Sequence[Series] = ()
     queues: QueueMap | None = None
     classnames: Sequence[str] = ()
-    labels: Sequence[int] = ()  # of the images that the queues hold, which are numbered from 0
+    labels: Sequence[int] = ()  # of the images in the queues, which are numbered from 0
     names: Sequence[str] = ()
     thumbnails: Mapping[int, str] = field(default_factory=dict)
     answers: ClassVar[Sequence[Answers]] = ()
@@ -239,7 +237,7 @@ Section = StreamReport | UnlabelledReport | TablesReport
 
 
 def check_curves(curves: Sequence[Curve]) -> None:
-    """Refuse curves that do not run over the same stream."""
+    """Reject curves that do not run over the same stream."""
     if not curves:
         raise InputError("A report needs at least one curve, the baseline first.")
     for curve in curves:
@@ -253,33 +251,33 @@ def check_curves(curves: Sequence[Curve]) -> None:
 
 
 def _check_images(report: Section, images: int) -> None:
-    """Refuse a report where something is said of an image or a class that is not there."""
-    where, classes = f"'{report.title}'", len(report.classnames)
-    _in_range(report.labels or (), classes, f"{where}: label")
+    """Reject a report that refers to an image or a class that does not exist."""
+    title, classes = f"'{report.title}'", len(report.classnames)
+    _in_range(report.labels or (), classes, f"{title}: label")
     for answers in report.answers:
         if not len(answers.predictions) == len(answers.confidences) == images:
             raise InputError(
-                f"{where}: {answers.name} has {len(answers.predictions)} answers and {len(answers.confidences)} "
+                f"{title}: {answers.name} has {len(answers.predictions)} answers and {len(answers.confidences)} "
                 f"confidences for {images} images."
             )
-        _in_range(answers.predictions, classes, f"{where}: {answers.name} answers class")
+        _in_range(answers.predictions, classes, f"{title}: {answers.name} answers class")
         wrong = next((value for value in answers.confidences if not 0 <= value <= 1.0001), None)
         if wrong is not None:
-            raise InputError(f"{where}: {answers.name} has confidence {wrong}; a probability lies between 0 and 1.")
+            raise InputError(f"{title}: {answers.name} has confidence {wrong}; a probability lies between 0 and 1.")
     if report.names and len(report.names) != images:
-        raise InputError(f"{where}: {len(report.names)} image names for {images} images.")
-    for image, picture in report.thumbnails.items():
+        raise InputError(f"{title}: {len(report.names)} image names for {images} images.")
+    for image, uri in report.thumbnails.items():
         if not 0 <= image < images:
-            raise InputError(f"{where}: a thumbnail of image {image}, where there are {images} images.")
-        if not PICTURE.fullmatch(picture):
-            raise InputError(f"{where}: the thumbnail of image {image} is no base64 data URI of a JPEG, PNG or WebP.")
+            raise InputError(f"{title}: a thumbnail of image {image}, but there are {images} images.")
+        if not DATA_URI.fullmatch(uri):
+            raise InputError(f"{title}: the thumbnail of image {image} is not a base64 data URI (JPEG, PNG or WebP).")
     entries = report.queues.entries if report.queues else []
-    _in_range([entry.label for entry in entries], classes, f"{where}: queue of class")
+    _in_range([entry.label for entry in entries], classes, f"{title}: queue of class")
     if any(not 0 <= entry.image < images for entry in entries):
-        raise InputError(f"{where}: a queue holds an image that is not among the {images} of the stream.")
+        raise InputError(f"{title}: a queue holds an image that is not among the {images} of the stream.")
 
 
 def _in_range(values: Sequence[int], classes: int, what: str) -> None:
     wrong = next((value for value in values if not 0 <= value < classes), None)
     if wrong is not None:
-        raise InputError(f"{what} {wrong}, where {classes} class names are given.")
+        raise InputError(f"{what} {wrong}, but there are {classes} class names.")

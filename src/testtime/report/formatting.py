@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 
 
-def count(number: int, what: str) -> str:
-    """A number of things in words: 1 image, 2,465 images.
+def count(number: int, noun: str) -> str:
+    """A number with its noun: 1 image, 2,465 images.
 
     >>> count(1, "class"), count(2465, "image")
     ('1 class', '2,465 images')
     """
-    ending = "" if number == 1 else "es" if what.endswith("s") else "s"
-    return f"{number:,} {what}{ending}"
+    ending = "" if number == 1 else "es" if noun.endswith("s") else "s"
+    return f"{number:,} {noun}{ending}"
 
 
 def signed(points: float) -> str:
-    """A change in points with its sign; none where it rounds to nothing."""
+    """A change in points with its sign; without a sign if it rounds to zero."""
     text = f"{abs(points):.1f}"
     return text if text == "0.0" else ("+" if points > 0 else "−") + text
 
@@ -37,11 +37,11 @@ def px(value: float) -> str:
 
 
 def short(name: str, most: int) -> str:
-    """The name, cut off with an ellipsis where it is longer than `most` letters."""
+    """The name, truncated with an ellipsis if it is longer than `most` characters."""
     return name if len(name) <= most else name[: most - 1].rstrip() + "…"
 
 
 def text_width(label: str) -> float:
-    """About as many pixels as a label of 13 px takes, on the generous side."""
+    """The approximate width in pixels of a label at 13 px, rather too large than too small."""
     wide, thin = "mwMWGOQ%@…", "iljtf.,:;'|! "
     return sum(12.5 if letter in wide else 5 if letter in thin else 8.3 for letter in label)

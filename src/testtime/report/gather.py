@@ -1,4 +1,4 @@
-"""From features to a report: every method over one stream, side by side, and what they said of it.
+"""From features to a report: runs every method over one stream and collects its answers.
 
 task, stream, labels = testtime.toy()
 report = stream_report(task, stream, labels, ["tda", "dpe"])
@@ -31,26 +31,26 @@ CHUNK = 128  # images read and run at a time
 BASELINE = "zeroshot"
 
 Stream = Tensor | Features  # views (N, V, D), or a store of them
-Image = str | StoredImage  # whatever `read_image` reads
+Image = str | StoredImage  # anything that `read_image` reads
 
 
 @dataclass
 class Runner:
-    """One method on its way through the stream, its answers kept."""
+    """One method running over the stream, with its answers so far."""
 
     name: str
     session: Session
     predictions: list[int] = field(default_factory=list)
     confidences: list[float] = field(default_factory=list)
-    seconds: float = 0.0  # in the method
+    seconds: float = 0.0  # spent in the method
     accuracy: Accuracy = field(default_factory=Accuracy)
-    brier: Brier | None = field(default_factory=Brier)  # None where it is not asked for, or cannot be known
+    brier: Brier | None = field(default_factory=Brier)  # None if not requested, or not computable
     moments: list[Moment] = field(default_factory=list)
 
     def advance(self, chunk: Tensor, labels: Tensor | None) -> None:
         """Predict and learn from a chunk of images (n, V, D)."""
         if not self.predictions:
-            self.session.warm_up(chunk.shape[1])  # what is done once is no image's cost
+            self.session.warm_up(chunk.shape[1])  # one-time work is not counted as an image's cost
         start = time.perf_counter()
         logits = self.session.scan(chunk)
         answers = logits.argmax(1).cpu()
@@ -64,7 +64,7 @@ class Runner:
             self.brier.update(probabilities, labels)
 
     def answers(self) -> Answers:
-        """What it said of every image."""
+        """Its answers to every image."""
         return Answers(
             self.name,
             self.predictions,
@@ -87,12 +87,12 @@ def stream_report(
     place: bool = True,
     progress: Callable[[int], None] | None = None,
 ) -> StreamReport | UnlabelledReport:
-    """The report of a stream, with accuracies where there are `labels` (N,), which only score, else of what changed.
+    """The report of a stream: with accuracies if there are `labels` (N,), used only for scoring, else what changed.
 
-    Labels, and `images` where thumbnails are wanted, stand as the stream does; `order` is the order in which its rows
-    are met, all or some of them. Zero-shot comes first, whether it is named or not. `snapshots` are the numbers of
-    images after which the queues are looked at: by default a fifth of the stream and all of it. `place` makes the map
-    (scikit-learn).
+    Labels, and `images` for thumbnails, are in the order of the stream; `order` lists the rows of the stream, all or
+    some, in the order of the run. Zero-shot always comes first, whether it is in `methods` or not. `snapshots` are the
+    numbers of images after which the queues are recorded: by default a fifth of the stream and all of it. `place` makes
+    the map (scikit-learn).
 
     >>> import testtime as tt
     >>> task, stream, labels = tt.toy()
@@ -103,12 +103,12 @@ def stream_report(
     rows = _rows(stream, order)
     if labels is not None and len(labels) != len(stream):
         raise InputError(f"{len(labels)} labels for a stream of {len(stream)} images.")
-    truth, met = None if labels is None else labels.cpu()[rows], _met(images, stream, rows)
+    truth, ordered = None if labels is None else labels.cpu()[rows], _in_order(images, stream, rows)
     runners, queues = _run(task, stream, rows, truth, methods, snapshots, place, progress)
     heading = _title(stream), subtitle(len(rows), task, _views(stream))
     if truth is None:
-        return unscored(task, heading, runners, met, queues)
-    return scored(task, heading, runners, truth.tolist(), met, queues)
+        return unscored(task, heading, runners, ordered, queues)
+    return scored(task, heading, runners, truth.tolist(), ordered, queues)
 
 
 def scored(
@@ -119,7 +119,7 @@ def scored(
     images: Sequence[Image],
     queues: QueueMap | None,
 ) -> StreamReport:
-    """The report of runs that are done, labels and images standing as they were met; `heading` and its subtitle."""
+    """The report of finished runs, with labels and images in the order of the run; `heading` is title and subtitle."""
     truth = torch.tensor(labels)
     curves = [
         Curve(runner.name, (torch.tensor(runner.predictions) == truth).tolist(), runner.seconds, _note(runner))
@@ -146,7 +146,7 @@ def unscored(
     images: Sequence[Image],
     queues: QueueMap | None,
 ) -> UnlabelledReport:
-    """The report of runs that are done over images without labels; otherwise as `scored`."""
+    """The report of finished runs over images without labels; otherwise as `scored`."""
     report = UnlabelledReport(
         *heading,
         [runner.answers() for runner in runners],
@@ -174,7 +174,7 @@ def sweep(
 ) -> Grid | Series:
     """The accuracy of a method for every value of one setting, or every pair of values of two.
 
-    It shows how much a setting matters. A setting picked by its accuracy here has been chosen with labels.
+    It shows how much a setting matters. A setting picked by its accuracy here is chosen with labels.
 
     >>> import testtime as tt
     >>> task, stream, labels = tt.toy()
@@ -182,7 +182,7 @@ def sweep(
     [0.73125, 0.78125]
     """
     if not 1 <= len(settings) <= 2 or not all(settings.values()):
-        raise InputError(f"A sweep goes over one setting or two, with values for each; got {dict(settings)}.")
+        raise InputError(f"A sweep needs one setting or two, with values for each; got {dict(settings)}.")
     rows = _rows(stream, order)
     truth = labels.cpu()[rows]
     choices = [dict(zip(settings, chosen, strict=True)) for chosen in product(*settings.values())]
@@ -213,26 +213,27 @@ def _run(
     place: bool,
     progress: Callable[[int], None] | None,
 ) -> tuple[list[Runner], QueueMap | None]:
-    """Every method over the stream, and the queues of the last that keeps any."""
-    moments = _moments(snapshots, len(rows))
+    """Run every method over the stream; the runs, and the queues of the last method that has any."""
+    stops = _snapshot_stops(snapshots, len(rows))
     runners = _runners(task, methods)
-    keeper = next((runner for runner in reversed(runners) if bank_of(runner.session.state)), None)
-    if keeper and place:
-        need_tsne()  # noticed before the run, and not after it
+    with_queues = next((runner for runner in reversed(runners) if bank_of(runner.session.state)), None)
+    if with_queues and place:
+        need_tsne()  # fails before the run, not after it
     features = []
-    for start, chunk in _chunks(stream, rows, moments):
+    for start, chunk in _chunks(stream, rows, stops):
         stop = start + len(chunk)
         for runner in runners:
             runner.advance(chunk.to(task.text), None if truth is None else truth[start:stop])
-        # as the session normalises them, so that a queued feature can be equal
+        # normalised as in the session, so that a queued feature can be equal
         features.append(unit_views(chunk, task.text, start)[:, 0].cpu())
-        if keeper and stop in moments and (bank := bank_of(keeper.session.state)):
-            keeper.moments.append(Moment(stop, bank))
+        if with_queues and stop in stops and (bank := bank_of(with_queues.session.state)):
+            with_queues.moments.append(Moment(stop, bank))
         if progress:
             progress(stop)
-    if keeper is None:
+    if with_queues is None:
         return runners, None
-    return runners, queue_map(keeper.name, keeper.moments, torch.cat(features), keeper.predictions, place)
+    name, moments, answers = with_queues.name, with_queues.moments, with_queues.predictions
+    return runners, queue_map(name, moments, torch.cat(features), answers, place)
 
 
 def _runners(task: Task, methods: Sequence[str | Method]) -> list[Runner]:
@@ -241,13 +242,13 @@ def _runners(task: Task, methods: Sequence[str | Method]) -> list[Runner]:
         made = [registry.make_method(BASELINE), *(method for method in made if method.name != BASELINE)]
     runners: list[Runner] = []
     for method in made:
-        again = sum(runner.session.method.name == method.name for runner in runners)
-        runners.append(Runner(f"{method.name} {again + 1}" if again else method.name, Session(task, method)))
+        earlier = sum(runner.session.method.name == method.name for runner in runners)
+        runners.append(Runner(f"{method.name} {earlier + 1}" if earlier else method.name, Session(task, method)))
     return runners
 
 
 def _chunks(stream: Stream, rows: Tensor, stops: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-    """Chunks (n, V, D) with the place of their first image; none goes past one of the `stops`."""
+    """Chunks (n, V, D) with the index of their first image; no chunk crosses one of the `stops`."""
     edges = sorted({*range(0, len(rows), CHUNK), *stops, len(rows)})
     for start, stop in zip(edges, edges[1:], strict=False):
         chosen = rows[start:stop]
@@ -258,27 +259,27 @@ def _chunks(stream: Stream, rows: Tensor, stops: Sequence[int]) -> Iterator[tupl
 
 
 def _rows(stream: Stream, order: Sequence[int] | None) -> Tensor:
-    """The rows of the stream in the order in which they are met, checked."""
+    """The rows of the stream in the order of the run, validated."""
     if order is None:
         return torch.arange(len(stream))
     rows = torch.as_tensor(order, dtype=torch.long)
     if not len(rows) or int(rows.min()) < 0 or int(rows.max()) >= len(stream):
-        raise InputError(f"The order must name rows of the stream, 0 to {len(stream) - 1}, at least one.")
+        raise InputError(f"The order must list rows of the stream, 0 to {len(stream) - 1}, at least one.")
     return rows
 
 
-def _moments(snapshots: Sequence[int] | None, images: int) -> list[int]:
-    """The numbers of images after which queues are looked at, rising."""
+def _snapshot_stops(snapshots: Sequence[int] | None, images: int) -> list[int]:
+    """The numbers of images after which queues are recorded, ascending."""
     if snapshots is None:
         return sorted({max(1, images // 5), images})
-    wrong = next((number for number in snapshots if not 1 <= number <= images), None)
-    if wrong is not None:
-        raise InputError(f"A snapshot after {wrong} images, where the stream has {images}.")
+    invalid = next((number for number in snapshots if not 1 <= number <= images), None)
+    if invalid is not None:
+        raise InputError(f"A snapshot after {invalid} images, but the stream has {images}.")
     return sorted(set(snapshots))
 
 
-def _met(images: Sequence[Image] | None, stream: Stream, rows: Tensor) -> list[Image]:
-    """The images in the order of the run; none where none are given."""
+def _in_order(images: Sequence[Image] | None, stream: Stream, rows: Tensor) -> list[Image]:
+    """The images in the order of the run; empty if none are given."""
     if images is None:
         return []
     if len(images) != len(stream):
@@ -289,21 +290,21 @@ def _met(images: Sequence[Image] | None, stream: Stream, rows: Tensor) -> list[I
 
 
 def _thumbnails(images: Sequence[Image], first: Sequence[int], queues: QueueMap | None) -> dict[int, str]:
-    """Pictures of the images that the page shows, those in `first` before those of the queues, newest moment first."""
+    """Thumbnails of the images on the page: those in `first`, then those in the queues, latest snapshot first."""
     if not images:
         return {}
-    held = [entry.image for moment in reversed(queues.snapshots if queues else ()) for entry in moment.entries]
+    held = [entry.image for snapshot in reversed(queues.snapshots if queues else ()) for entry in snapshot.entries]
     wanted = dict.fromkeys([*first, *held])
-    return thumbnails.make_thumbnails({place: images[place] for place in wanted})
+    return thumbnails.make_thumbnails({index: images[index] for index in wanted})
 
 
 def _note(runner: Runner) -> str:
-    """The settings that are not the defaults."""
+    """The settings that differ from the defaults."""
     method = runner.session.method
     defaults = {entry.name: entry.default for entry in fields(method)}  # type: ignore[arg-type]
     settings = {name: getattr(method, name) for name in defaults}
     changed = [f"{name}={value}" for name, value in settings.items() if value != defaults[name]]
-    return ", ".join(changed) or ("defaults" if settings else "nothing to set")
+    return ", ".join(changed) or ("defaults" if settings else "no settings")
 
 
 def _title(stream: Stream) -> str:
@@ -316,5 +317,5 @@ def _views(stream: Stream) -> int:
 
 
 def subtitle(images: int, task: Task, views: int) -> str:
-    """How much a report is about, in words."""
+    """The number of images, classes and views of a report."""
     return f"{count(images, 'image')}, {count(task.classes, 'class')}, {count(views, 'view')} each"

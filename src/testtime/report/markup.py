@@ -1,4 +1,4 @@
-"""HTML: escaping, tables, what folds and scrolls, and the style sheets and scripts that lie in files."""
+"""HTML: escaping, tables, collapsible and scrolling parts, and the style sheets and scripts in files."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from html import escape
 from importlib.resources import files
 from typing import NamedTuple
 
-WIDE = ' class="wide"'  # of cells that a phone has no room for
+WIDE = ' class="wide"'  # of cells that are hidden on narrow screens
 
 
 class Cell(NamedTuple):
-    """A cell of a table that is HTML already; any other value is escaped."""
+    """A table cell that is already HTML; any other value is escaped."""
 
     html: str
-    attributes: str = ""  # with a space before them
+    attributes: str = ""  # with a leading space
 
 
-Row = Sequence[object]  # of cells; the first is the row's heading
+Row = Sequence[object]  # cells; the first is the row's heading
 
 
 def safe(text: object) -> str:
@@ -57,17 +57,17 @@ def _cell(tag: str, cell: object, scope: str = "") -> str:
 
 
 def scrolling(content: str, kind: str = "") -> str:
-    """What scrolls inside the page where it is too wide."""
+    """Content that scrolls horizontally if it is too wide."""
     return f'<div class="scroll{kind and f" {kind}"}" tabindex="0">{content}</div>'
 
 
 def folded(summary: str, content: str) -> str:
-    """What a click on its summary opens."""
+    """Content that a click on its summary opens."""
     return f"<details><summary>{safe(summary)}</summary>{content}</details>"
 
 
-def as_table(head: Row, rows: Iterable[Row], summary: str = "The same as a table") -> str:
-    """Numbers behind a chart, folded away."""
+def as_table(head: Row, rows: Iterable[Row], summary: str = "Show as a table") -> str:
+    """The numbers of a chart as a collapsed table."""
     return folded(summary, scrolling(table(head, rows)))
 
 
@@ -81,5 +81,5 @@ def card(name: str, style: str, big: str, below: str) -> str:
 
 @cache
 def asset(name: str) -> str:
-    """A style sheet, a script or the frame of the page, from the package's data."""
+    """A style sheet, a script or the page template, from the package's data."""
     return (files("testtime") / "report" / "assets" / name).read_text(encoding="utf-8")

@@ -1,7 +1,7 @@
-"""The page: sections of streams in one HTML file that needs nothing else.
+"""The page: sections in one self-contained HTML file.
 
-Pure functions of plain data: the same input gives the same bytes. Styles, pictures and the few lines of
-script are inside the page, and its policy forbids it to fetch anything.
+Pure functions of plain data: the same input gives the same bytes. Styles, images and a short script are embedded,
+and the content security policy forbids the page to fetch anything.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from testtime.report.unlabelled import unlabelled_parts
 
 
 def html(sections: Sequence[Section], conditions: Mapping[str, str], title: str) -> str:
-    """The whole page. `conditions` hold for all sections and close the page.
+    """The whole page. `conditions` apply to all sections and are at its end.
 
     >>> curves = [Curve("zero-shot", [True, False], 0.1), Curve("DPE", [True, True], 0.2)]
     >>> stream = StreamReport("Pets", "two photos", curves, ["cat", "dog"], [0, 1], {"Seed": "0"})
@@ -47,7 +47,7 @@ def html(sections: Sequence[Section], conditions: Mapping[str, str], title: str)
 
 
 def _compared(section: Section) -> list[str]:
-    """The names that need a colour of their own: the baseline is grey."""
+    """The names that need their own colour: the baseline is grey."""
     if isinstance(section, TablesReport):
         return [name for series in section.series for name in series.lines]
     return [each.name for each in (section.curves if isinstance(section, StreamReport) else section.answers)][1:]
@@ -69,7 +69,7 @@ def _section(report: Section, slots: Mapping[str, int], number: int) -> str:
     else:
         parts += _labelled_parts(report, slots, number)
     if report.conditions:
-        parts += ["<h3>How this was made</h3>", _conditions(report.conditions)]
+        parts += ["<h3>Conditions</h3>", _conditions(report.conditions)]
     return "\n".join(part for part in [*parts, _settings(report.answers), "</section>"] if part)
 
 
@@ -77,14 +77,14 @@ def _labelled_parts(report: StreamReport, slots: Mapping[str, int], number: int)
     method_styles = styles_of([curve.name for curve in report.curves], slots)
     return [
         _cards(report.curves, method_styles),
-        "<h3>Along the stream</h3>",
+        "<h3>Accuracy along the stream</h3>",
         running_accuracy(report, slots),
         *([class_table(report), confusion_matrix(report)] if len(report.curves) > 1 else []),
         changed_answers(report, number),
         reliability_diagrams(report, slots) if report.answers else "",
         queue_map(report, number),
         *_figures(report, slots),
-        "<h3>Side by side</h3>",
+        "<h3>Method comparison</h3>",
         _method_table(report.curves, method_styles),
     ]
 
@@ -92,7 +92,7 @@ def _labelled_parts(report: StreamReport, slots: Mapping[str, int], number: int)
 def _figures(report: StreamReport | TablesReport, slots: Mapping[str, int]) -> list[str]:
     figures = [sweep_charts.heat_map(grid) for grid in report.grids]
     figures += [sweep_charts.line_chart(series, slots) for series in report.series]
-    return ["<h3>What the settings do</h3>", *figures] if figures else []
+    return ["<h3>Effect of the settings</h3>", *figures] if figures else []
 
 
 def _cards(curves: Sequence[Curve], method_styles: Sequence[str]) -> str:
@@ -137,21 +137,21 @@ def _overview(sections: Sequence[tuple[int, StreamReport]]) -> str:
         }
         link = Cell(f'<a href="#stream-{number}">{safe(section.title)}</a>')
         rows.append([link, *(cells.get(name, "–") for name in names), f"{len(section.labels):,}"])
-    return f"<section><h2>At a glance</h2>{scrolling(table(['Stream', *names, 'Images'], rows))}</section>"
+    return f"<section><h2>Overview</h2>{scrolling(table(['Stream', *names, 'Images'], rows))}</section>"
 
 
 def _conditions(conditions: Mapping[str, str]) -> str:
     items = []
     for key, value in conditions.items():
-        said = f"<code>{safe(value)}</code>" if key.lower() == "command" else safe(value)
-        items.append(f"<div><dt>{safe(key)}</dt><dd>{said}</dd></div>")
+        shown = f"<code>{safe(value)}</code>" if key.lower() == "command" else safe(value)
+        items.append(f"<div><dt>{safe(key)}</dt><dd>{shown}</dd></div>")
     return f"<dl>{''.join(items)}</dl>"
 
 
 def _settings(answers: Sequence[Answers]) -> str:
-    """Every setting of every method, folded away."""
+    """Every setting of every method, in a collapsed table."""
     rows = [[f"{each.name}: {key}", value] for each in answers for key, value in each.settings.items()]
-    return as_table(["Method and setting", "Value"], rows, "Every setting") if rows else ""
+    return as_table(["Method and setting", "Value"], rows, "All settings") if rows else ""
 
 
 def _gain(baseline: Curve, curve: Curve) -> float:

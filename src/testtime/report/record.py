@@ -1,4 +1,4 @@
-"""A run written down as it goes, for the page about it: no second pass, and no features kept."""
+"""Records a run for its report while it runs: no second pass, and no features are stored."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from testtime.types import InputError, StoredImage
 
 
 class Record:
-    """An observer of a session: what it says of each image, and what its queues hold a fifth of the way and at the end.
+    """A session observer that records each answer, and the queues after a fifth of the images and at the end.
 
-    `labels` are those of the images to come, None where not known.
+    `labels` are those of the next images, None if unknown.
 
     >>> import testtime as tt
     >>> task, stream, labels = tt.toy()
@@ -33,7 +33,7 @@ class Record:
         self.session = session
         self.images: list[str | StoredImage] = []
         self.labels: list[int | None] = []
-        # time goes into encoding too, and of the frozen classifier a prediction has no more than its answer
+        # no seconds, as time includes encoding; no Brier score, as only the frozen classifier's answer is known
         self.baseline, self.method = (
             Runner(name, of, seconds=math.nan, brier=None)
             for name, of in ((BASELINE, Session(session.task, BASELINE)), (session.method.name, session))
@@ -45,7 +45,7 @@ class Record:
         self._start = time.perf_counter()
 
     def __call__(self, seen: Seen) -> None:
-        """Note one image, right after the session has met it."""
+        """Record one image, right after the session has processed it."""
         if (prediction := seen.prediction) is None:
             return
         self.baseline.predictions.append(prediction.zero_shot_index)
@@ -54,21 +54,21 @@ class Record:
         self.method.confidences.append(prediction.confidence)
         self.images.append(seen.source if isinstance(seen.source, str | StoredImage) else f"image {seen.index}")
         self.labels.append(self._given[seen.index - self._first])
-        # a state that did not change need not be looked at, which costs a copy of it
+        # reading the state costs a copy, so skip it if the state did not change
         if self._tracer and prediction.learned and (bank := bank_of(self.session.state)):
             self._tracer.follow(bank, len(self.images) - 1)
         if len(self.images) == self._early:
-            self._look()
+            self._snapshot()
 
     def report(self, title: str, place: bool | None = None) -> StreamReport | UnlabelledReport:
-        """The report so far: with accuracies where every image has a label, else of what changed.
+        """The report so far: with accuracies if every image has a label, else what changed.
 
-        `place` makes a map of the queues (scikit-learn); by default, where it is installed.
+        `place` makes a map of the queues; by default, if scikit-learn is installed.
         """
         if not self.images:
             raise InputError("No image could be read, so there is nothing to report.")
         if not self.method.moments or self.method.moments[-1].images < len(self.images):
-            self._look()
+            self._snapshot()
         queues = None
         if self._tracer:
             place = find_spec("sklearn") is not None if place is None else place
@@ -85,9 +85,9 @@ class Record:
 
     @property
     def milliseconds(self) -> float:
-        """Milliseconds per image since the record began, reading and encoding included."""
+        """Milliseconds per image since the start of the record, including reading and encoding."""
         return 1000 * (time.perf_counter() - self._start) / max(1, len(self.images))
 
-    def _look(self) -> None:
+    def _snapshot(self) -> None:
         if self._tracer and (bank := bank_of(self.session.state)):
             self.method.moments.append(Moment(len(self.images), bank, self._tracer.places.clone()))

@@ -1,4 +1,4 @@
-"""Reliability: whether answers given with 80% confidence are right 80% of the time."""
+"""Calibration: whether answers with 80% confidence are correct 80% of the time."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from testtime.report.formatting import px
 from testtime.report.markup import WIDE, Cell, as_table, safe, scrolling, table
 
 BINS = 15  # of equal width, the usual number
-SIDE, LEFT, TOP, FOOT = 200, 42, 10, 34  # pixels: of the square, before it, above it, and the bars of counts below
+SIDE, LEFT, TOP, FOOT = 200, 42, 10, 34  # pixels: the square, left of it, above it, and the histogram below it
 
 
 class Bin(NamedTuple):
-    """The images whose answers came with about the same confidence."""
+    """The images whose answers have about the same confidence."""
 
     low: float  # not included
     high: float  # included
     images: int
-    confidence: float  # mean; 0 where there is no image
+    confidence: float  # mean; 0 if there are no images
     accuracy: float
 
 
 def reliability(score: ExpectedCalibrationError) -> list[Bin]:
-    """What a score has counted, bin by bin.
+    """The counts of a score, bin by bin.
 
     >>> score = ExpectedCalibrationError(bins=2)
     >>> score = score.update_answers(torch.tensor([0.5, 0.9, 1.0]), torch.tensor([True, False, True]))
@@ -37,8 +37,8 @@ def reliability(score: ExpectedCalibrationError) -> list[Bin]:
     """
     counts = torch.stack([score.images, score.right + score.gaps, score.right]).T.tolist()
     return [
-        Bin(index / len(counts), (index + 1) / len(counts), int(images), sure / max(images, 1), right / max(images, 1))
-        for index, (images, sure, right) in enumerate(counts)
+        Bin(index / len(counts), (index + 1) / len(counts), int(images), total / max(images, 1), right / max(images, 1))
+        for index, (images, total, right) in enumerate(counts)
     ]
 
 
@@ -79,16 +79,16 @@ def figure(report: StreamReport, slots: Mapping[str, int]) -> str:
             if b.images
         ]
     brier_head = ["Brier"] if with_brier else []
-    # on a phone there is no room for all, and accuracies stand elsewhere too
+    # a phone has no space for all columns, and accuracies are shown elsewhere too
     head = ["Method", "Mean confidence", Cell("Accuracy", WIDE), "ECE, points", *brier_head, "Macro-F1"]
     return (
-        "<h3>Whether confidence can be trusted</h3>"
-        f"<p>Answers in {BINS} bins by their confidence. A bar is the share that was right, the line across it their "
-        "mean confidence: where both meet on the diagonal, confidence means what it says. Bars below count the images. "
-        "ECE, the expected calibration error, is the mean distance, weighted by images.</p>"
+        "<h3>Calibration</h3>"
+        f"<p>Answers in {BINS} bins by confidence. A bar is the share of correct answers, the line across it their "
+        "mean confidence; in a calibrated model both meet on the diagonal. The bars below count the images. ECE, the "
+        "expected calibration error, is the mean distance, weighted by images.</p>"
         f'<figure><ul class="diagrams">{"".join(diagrams)}</ul></figure>'
         + scrolling(table(head, rows, kind="scores"))
-        + as_table(["Method and confidence", "Images", "Mean confidence", "Right"], numbers, "The bins as a table")
+        + as_table(["Method and confidence", "Images", "Mean confidence", "Correct"], numbers, "Bins as a table")
     )
 
 
@@ -99,7 +99,7 @@ def _diagram(answers: Answers, bins: Sequence[Bin], error: float, style: str) ->
     floor = bottom + 8 + FOOT
     parts = [
         f"<title>Reliability of {safe(answers.name)}</title>",
-        f"<desc>Share of right answers against confidence, in {len(bins)} bins; expected calibration error "
+        f"<desc>Share of correct answers by confidence, in {len(bins)} bins; expected calibration error "
         f"{100 * error:.1f} points.</desc>",
     ]
     for tick in (0, 0.5, 1):
@@ -111,11 +111,11 @@ def _diagram(answers: Answers, bins: Sequence[Bin], error: float, style: str) ->
         if not b.images:
             continue
         x, bar = px(LEFT + index * step + 1), px(step - 2)
-        tall, few = SIDE * b.accuracy, max(1.0, FOOT * b.images / most)
+        tall, count = SIDE * b.accuracy, max(1.0, FOOT * b.images / most)
         parts.append(f'<rect class="bar" x="{x}" y="{px(bottom - tall)}" width="{bar}" height="{px(tall)}"/>')
         y, end = px(bottom - SIDE * b.confidence), px(LEFT + (index + 1) * step)
         parts.append(f'<line class="mark" x1="{px(LEFT + index * step)}" x2="{end}" y1="{y}" y2="{y}"/>')
-        parts.append(f'<rect class="few" x="{x}" y="{px(floor - few)}" width="{bar}" height="{px(few)}"/>')
+        parts.append(f'<rect class="count" x="{x}" y="{px(floor - count)}" width="{bar}" height="{px(count)}"/>')
     parts.append(f'<line class="cross" x1="{LEFT}" y1="{bottom}" x2="{LEFT + SIDE}" y2="{TOP}"/>')
     parts.append(f'<line class="base" x1="{LEFT}" x2="{LEFT + SIDE}" y1="{floor}" y2="{floor}"/>')
     parts.append(f'<text class="axis middle" x="{px(LEFT + SIDE / 2)}" y="{floor + 34}">Confidence</text>')

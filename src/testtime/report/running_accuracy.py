@@ -1,4 +1,4 @@
-"""Accuracy along the stream: the chart, alone or in the page, and the same as a table."""
+"""Accuracy along the stream: the chart, alone or in the page, and its numbers as a table."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from testtime.report.data import Curve, StreamReport, check_curves
 from testtime.report.formatting import px, short
 from testtime.report.markup import as_table, asset, safe, safe_characters
 
-BURN_IN = 0.03, 50  # share of the stream, and least images, too noisy to set the range of the chart
-POINTS = 320  # most points drawn for a curve: about one for two pixels
+BURN_IN = 0.03, 50  # share of the stream, and minimum of images, too noisy to set the range of the chart
+POINTS = 320  # at most so many points per curve: about one per two pixels
 
 
 def running_accuracy_svg(
@@ -24,15 +24,15 @@ def running_accuracy_svg(
     title: str = "",
     slots: Mapping[str, int] | None = None,
 ) -> str:
-    """Accuracy so far against images seen, in an SVG of `width` x `height` pixels.
+    """Running accuracy by number of images, as an SVG of `width` x `height` pixels.
 
-    The first curve is the baseline, the last one is drawn boldest. The range fits what comes after the
-    burn-in. `standalone` gives a file of its own, with background and styles for light and dark, and draws
-    `title` above the chart. `slots` number the curves' colours by name, so that a method keeps its own.
+    The first curve is the baseline, the last one is drawn boldest. The range fits the curves after the burn-in.
+    `standalone` makes a separate file, with background and styles for light and dark, and draws `title` above the
+    chart. `slots` number the curves' colours by name, so that a method keeps its colour.
 
     >>> curves = [Curve("zero-shot", [True, False] * 9, 0.1), Curve("DPE", [True] * 18, 0.2)]
-    >>> picture = running_accuracy_svg(curves, standalone=True, title="18 photos")
-    >>> picture.startswith("<svg") and "At the end: zero-shot 50.0%, DPE 100.0%." in picture
+    >>> svg = running_accuracy_svg(curves, standalone=True, title="18 photos")
+    >>> svg.startswith("<svg") and "At the end: zero-shot 50.0%, DPE 100.0%." in svg
     True
     """
     check_curves(curves)
@@ -42,23 +42,21 @@ def running_accuracy_svg(
     burn = burn_in(images)
     late = [value for values in running for value in values[burn:]]
     ticks = chart.tidy_range(min(late), max(late), most=5 if narrow else 6)
-    # the value follows the name after a NUL; on narrow pictures there is room for the name only
+    # the value follows the name after a NUL; a narrow chart has space for the name only
     labels = [short(safe_characters(curve.name), 14 if narrow else 20) for curve in curves]
     if not narrow:
         labels = [f"{label}\0{curve.accuracy:.1%}" for label, curve in zip(labels, curves, strict=True)]
     edge = 24 if standalone else 0
     frame = chart.frame_around(ticks, labels, width, height, images, edge, above=34 if standalone and title else 0)
-    parts = [f"<title>{safe(title or 'Accuracy so far against images seen')}</title>"]
-    parts.append(f"<desc>{safe(_described(curves))}</desc>")
+    parts = [f"<title>{safe(title or 'Accuracy so far by number of images')}</title>"]
+    parts.append(f"<desc>{safe(_description(curves))}</desc>")
     if standalone:
         parts.append(f"<style>{asset('tokens.css')}{asset('chart.css')}</style>")
         parts.append(f'<rect class="paper" width="{width}" height="{height}" rx="10"/>')
         if title:
             parts.append(f'<text class="heading" x="{edge}" y="{edge + 18}">{safe(title)}</text>')
-    parts += chart.upright_axis(frame, ticks, edge, "Accuracy so far")
-    parts += chart.level_axis(
-        frame, {tick: f"{tick:,}" for tick in image_ticks(images, 4 if narrow else 8)}, "Images seen"
-    )
+    parts += chart.y_axis(frame, ticks, edge, "Accuracy so far")
+    parts += chart.x_axis(frame, {tick: f"{tick:,}" for tick in image_ticks(images, 4 if narrow else 8)}, "Images seen")
     seen = sampled(images)
     style = chart.styles_of([curve.name for curve in curves], slots)
     parts += _lines(frame, running, seen, burn, style)
@@ -76,15 +74,15 @@ def running_accuracy_svg(
 
 
 def running_accuracy(report: StreamReport, slots: Mapping[str, int]) -> str:
-    """The chart, and the same as a table."""
+    """The chart, and its numbers as a table."""
     images = len(report.labels)
     pale = burn_in(images)
-    first = f" The first {pale:,} are drawn pale and do not set the range." if pale > 1 else ""
+    first = f" The first {pale:,} are drawn pale and do not affect the range." if pale > 1 else ""
     drawn = chart.figure(
         lambda width, height: running_accuracy_svg(report.curves, width=width, height=height, slots=slots),
         400,
         300,
-        f"Share of right answers among the images seen so far.{first}",
+        f"Share of correct answers among the images so far.{first}",
     )
     seen = sorted({max(1, round(images * share / 10)) for share in range(1, 11)})
     running = [curve.running() for curve in report.curves]
@@ -93,20 +91,20 @@ def running_accuracy(report: StreamReport, slots: Mapping[str, int]) -> str:
 
 
 def burn_in(images: int) -> int:
-    """How many images, at the start, do not set the range of the chart."""
+    """The number of images at the start that do not affect the range of the chart."""
     share, least = BURN_IN
     return min(max(math.ceil(share * images), least), images // 4)
 
 
 def image_ticks(images: int, most: int) -> list[int]:
-    """Tidy numbers of images from 0 on: at most `most` steps of 1, 2 or 5 times a power of ten."""
+    """Round numbers of images from 0: at most `most` steps of 1, 2 or 5 times a power of ten."""
     steps = (unit * 10**power for power in range(12) for unit in (1, 2, 5))
     step = next(step for step in steps if images / step <= most)
     return list(range(0, images + 1, step))
 
 
 def sampled(images: int) -> list[int]:
-    """Evenly spread numbers of images seen, the first and the last among them."""
+    """Evenly spaced numbers of images, including the first and the last."""
     points = min(images, POINTS)
     return sorted({1 + round(index * (images - 1) / max(points - 1, 1)) for index in range(points)})
 
@@ -114,8 +112,8 @@ def sampled(images: int) -> list[int]:
 def _lines(
     frame: chart.Frame, running: Sequence[Sequence[float]], seen: Sequence[int], burn: int, style: Sequence[str]
 ) -> list[str]:
-    """The curves, the burn-in pale and cut off where it leaves the range."""
-    # a nested SVG clips without an id, which would have to differ from chart to chart
+    """The curves, with the burn-in pale and clipped to the range."""
+    # a nested SVG clips without an id, which would have to be unique per chart
     left, top = frame.left, frame.top - 2
     width, height = frame.right - frame.left, frame.bottom - frame.top + 4
     parts = [f'<svg x="{px(left)}" y="{px(top)}" width="{px(width)}" height="{px(height)}">']
@@ -130,6 +128,6 @@ def _lines(
     return [*parts, "</svg>"]
 
 
-def _described(curves: Sequence[Curve]) -> str:
+def _description(curves: Sequence[Curve]) -> str:
     ends = ", ".join(f"{curve.name} {curve.accuracy:.1%}" for curve in curves)
-    return f"Lines of accuracy so far over {len(curves[0].correct):,} images. At the end: {ends}."
+    return f"Running accuracy over {len(curves[0].correct):,} images. At the end: {ends}."

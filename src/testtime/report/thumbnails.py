@@ -1,4 +1,4 @@
-"""Thumbnails: small pictures inside the page, each stored once as a style and shown wherever it is named."""
+"""Thumbnails: small images embedded in the page, each stored once as a style and shown wherever it is used."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from testtime.report.data import Section
 from testtime.report.markup import safe, safe_characters
 from testtime.types import ImageError, StoredImage
 
-SIDE = 56  # pixels of a thumbnail
-MOST = 600  # thumbnails in a report
-BYTES = 1_500_000  # of all thumbnails together, as they stand in the page
+SIDE = 56  # pixels
+MOST = 600  # thumbnails per report
+BYTES = 1_500_000  # of all thumbnails together, as encoded in the page
 
 
 def make_thumbnails(images: Mapping[int, str | StoredImage], most: int = MOST, total: int = BYTES) -> dict[int, str]:
-    """Square JPEG pictures as data URIs, by the same keys; those that cannot be read are left out.
+    """Square JPEG thumbnails as data URIs, by the same keys; unreadable images are skipped.
 
-    Stops at `most` pictures, or before they take more than `total` bytes, so give the ones that matter first.
+    Stops at `most` thumbnails, or before they exceed `total` bytes, so give the important ones first.
     """
     from PIL import Image, ImageOps
 
@@ -31,11 +31,11 @@ def make_thumbnails(images: Mapping[int, str | StoredImage], most: int = MOST, t
         if len(made) == most:
             break
         try:
-            picture = ImageOps.fit(read_image(image), (SIDE, SIDE), Image.Resampling.LANCZOS)
+            thumb = ImageOps.fit(read_image(image), (SIDE, SIDE), Image.Resampling.LANCZOS)
         except ImageError:
             continue
         data = io.BytesIO()
-        picture.save(data, "JPEG", quality=72, optimize=True)
+        thumb.save(data, "JPEG", quality=72, optimize=True)
         uri = "data:image/jpeg;base64," + base64.b64encode(data.getvalue()).decode()
         size += len(uri)
         if size > total:
@@ -45,17 +45,17 @@ def make_thumbnails(images: Mapping[int, str | StoredImage], most: int = MOST, t
 
 
 def styles(thumbnails: Mapping[int, str], section: int) -> str:
-    """A style rule for each thumbnail, so that a picture shown in several places is in the page once."""
+    """A style rule for each thumbnail, so that one shown several times is in the page once."""
     return "".join(f".t{section}-{image}{{background-image:url({uri})}}\n" for image, uri in sorted(thumbnails.items()))
 
 
 def image_name(report: Section, image: int) -> str:
-    """What to call an image: its file, or its place in the stream."""
+    """The display name of an image: its file name, or its number in the stream."""
     return Path(safe_characters(report.names[image])).name if len(report.names) else f"image {image + 1:,}"
 
 
 def thumbnail(report: Section, image: int, section: int) -> str:
-    """The picture of an image, or its number where there is none."""
+    """The thumbnail of an image, or its number if there is none."""
     name = safe(image_name(report, image))
     if image in report.thumbnails:
         return f'<span class="thumb t{section}-{image}" role="img" aria-label="{name}" title="{name}"></span>'
@@ -63,6 +63,6 @@ def thumbnail(report: Section, image: int, section: int) -> str:
 
 
 def gallery(report: Section, images: Iterable[tuple[int, str]], section: int) -> str:
-    """Pictures in a row that wraps, each with lines below it; the captions are HTML."""
+    """Thumbnails in a row that wraps, each with a caption, which is HTML."""
     items = "".join(f"<li>{thumbnail(report, image, section)}<span>{caption}</span></li>" for image, caption in images)
     return f'<ul class="gallery">{items}</ul>'

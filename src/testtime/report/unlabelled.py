@@ -1,4 +1,4 @@
-"""A stream without labels: what changed, of which images the method is surest, and what it learned from."""
+"""A stream without labels: what changed, the most and least confident answers, and the predictions per class."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from testtime.report.formatting import count, milliseconds
 from testtime.report.markup import Cell, card, folded, safe, scrolling, table
 from testtime.report.thumbnails import gallery, thumbnail
 
-MOVES = 15  # kinds of change listed
-EXAMPLES = 4  # pictures beside each
-ANSWERED = 10  # classes listed by how often they are the answer
+MOVES = 15  # kinds of change that are listed
+EXAMPLES = 4  # thumbnails beside each
+ANSWERED = 10  # most frequently predicted classes that are listed
 
 
 class Move(NamedTuple):
@@ -27,7 +27,7 @@ class Move(NamedTuple):
 
 
 def moves(report: UnlabelledReport) -> list[Move]:
-    """What the last method answers where the baseline answers something else, most frequent first."""
+    """The answers that the last method changed from the baseline's, most frequent change first."""
     groups: dict[tuple[int, int], list[int]] = defaultdict(list)
     for image, pair in enumerate(zip(report.answers[0].predictions, report.answers[-1].predictions, strict=True)):
         if pair[0] != pair[1]:
@@ -37,7 +37,7 @@ def moves(report: UnlabelledReport) -> list[Move]:
 
 
 def confident(report: UnlabelledReport, most: int = ROW) -> tuple[list[int], list[int]]:
-    """The images that the last method is surest of, and those it is least sure of."""
+    """The images with the most and the least confident answers of the last method."""
     order = by_confidence(report.answers[-1])
     return order[:most], order[: -most - 1 : -1]
 
@@ -70,21 +70,21 @@ def _moves(report: UnlabelledReport, section: int) -> str:
     names = report.classnames
     old, new = safe(report.answers[0].name), safe(report.answers[-1].name)
     if not found:
-        return f"<h3>What changed</h3><p>{new} gives every image the answer of {old}.</p>"
+        return f"<h3>What changed</h3><p>{new} gives the same answer as {old} for every image.</p>"
     total = sum(len(move.images) for move in found)
     images = len(report.answers[0].predictions)
 
     def row(move: Move) -> list[object]:
-        pictures = "".join(thumbnail(report, image, section) for image in move.images[:EXAMPLES])
+        examples = "".join(thumbnail(report, image, section) for image in move.images[:EXAMPLES])
         change = Cell(f"{safe(names[move.before])} → <b>{safe(names[move.after])}</b>")
-        return [change, f"{len(move.images):,}", Cell(pictures, ' class="pictures"')]
+        return [change, f"{len(move.images):,}", Cell(examples, ' class="examples"')]
 
-    listed = table([Cell(f"{old} → {new}"), "Images", "Among them"], map(row, found[:MOVES]), kind="moves")
+    listed = table([Cell(f"{old} → {new}"), "Images", "Examples"], map(row, found[:MOVES]), kind="moves")
     rest = len(found) - MOVES
-    more = f"<p>And {count(rest, 'rarer change')}.</p>" if rest > 0 else ""
+    more = f"<p>And {count(rest, 'less frequent change')}.</p>" if rest > 0 else ""
     return (
-        f"<h3>What changed</h3><p>{new} answers {total:,} of {count(images, 'image')} otherwise than {old}. "
-        f"There are no labels, so this does not say which of the two is right.</p>{listed}{more}"
+        f"<h3>What changed</h3><p>{new} and {old} differ on {total:,} of {count(images, 'image')}. "
+        f"Without labels it is unknown which of the two is correct.</p>{listed}{more}"
     )
 
 
@@ -98,13 +98,13 @@ def _confident(report: UnlabelledReport, section: int) -> str:
 
     most, least = confident(report)
     return (
-        f"<h3>How sure {safe(last.name)} is</h3><h4>Most confident</h4>{shown(most)}"
+        f"<h3>Confidence of {safe(last.name)}</h3><h4>Most confident</h4>{shown(most)}"
         f"<h4>Least confident</h4>{shown(least)}"
     )
 
 
 def _answered(report: UnlabelledReport) -> str:
-    """How often each class is the answer, before and after."""
+    """How often each class is predicted, by every method."""
     tallies = [Counter(answers.predictions) for answers in report.answers]
     order = sorted(range(len(report.classnames)), key=lambda label: (-tallies[-1][label], label))
 
@@ -114,4 +114,4 @@ def _answered(report: UnlabelledReport) -> str:
 
     rest = order[ANSWERED:]
     more = folded(count(len(rest), "more class"), listed(rest)) if rest else ""
-    return f"<h3>How often each class is the answer</h3>{listed(order[:ANSWERED])}{more}"
+    return f"<h3>Predictions per class</h3>{listed(order[:ANSWERED])}{more}"

@@ -1,4 +1,4 @@
-// a title would show as the browser's own tooltip over ours, so it becomes the label
+// the browser would show a title as a tooltip over ours, so it becomes the aria-label
 for (const svg of document.querySelectorAll("svg[data-chart]")) {
   const d = JSON.parse(svg.dataset.chart), plot = svg.parentNode, tip = document.createElement("div");
   const title = svg.querySelector("title");
@@ -51,7 +51,7 @@ for (const svg of document.querySelectorAll("svg[data-chart]")) {
       const sign = Math.abs(gain) < 0.05 ? "" : gain < 0 ? "\u2212" : "+";
       add(row, "em", "", baseline ? "" : sign + Math.abs(gain).toFixed(1));
     });
-    // a phone has no room beside the crosshair: below the chart
+    // on a phone there is no space beside the crosshair: show it below the chart
     const beside = box.width > 520, right = x > (d.left + d.right) / 2;
     const left = right ? x * scale - 12 - tip.offsetWidth : x * scale + 12;
     tip.style.left = (beside ? Math.max(0, left) : 0) + "px";

@@ -1,16 +1,16 @@
-// a queue map: the nearest point's image and words, and its class picked out in every map of the section
+// a queue map: shows the nearest point's image and text, and highlights its class in every map of the section
 for (const svg of document.querySelectorAll("svg[data-map]")) {
-  const plot = svg.parentNode, tip = document.createElement("div"), words = document.createElement("div");
-  const picture = document.createElement("span"), title = svg.querySelector("title");
+  const plot = svg.parentNode, tip = document.createElement("div"), text = document.createElement("div");
+  const thumbnail = document.createElement("span"), title = svg.querySelector("title");
   const points = [...svg.querySelectorAll(".point")];
   svg.setAttribute("aria-label", title.textContent + ". " + svg.querySelector("desc").textContent);
   title.remove();
   tip.className = "tip card-of-image";
   tip.hidden = true;
   tip.setAttribute("aria-hidden", "true");
-  tip.append(picture, words);
+  tip.append(thumbnail, text);
   plot.append(tip);
-  const pick = (label) => {
+  const highlight = (label) => {
     for (const other of svg.closest("section").querySelectorAll("svg[data-map]")) {
       other.classList.toggle("dim", label !== null);
       for (const point of other.querySelectorAll(".point")) point.classList.toggle("on", point.dataset.label === label);
@@ -18,7 +18,7 @@ for (const svg of document.querySelectorAll("svg[data-map]")) {
   };
   const leave = () => {
     tip.hidden = true;
-    pick(null);
+    highlight(null);
   };
   const move = (event) => {
     const box = svg.getBoundingClientRect(), scale = box.width / svg.viewBox.baseVal.width;
@@ -29,16 +29,16 @@ for (const svg of document.querySelectorAll("svg[data-map]")) {
       if (distance < least) [best, least] = [point, distance];
     }
     if (!best) return leave();
-    pick(best.dataset.label);
-    picture.className = "thumb " + best.dataset.picture;
-    picture.hidden = !best.dataset.picture;
-    words.replaceChildren(...best.dataset.said.split("\n").map((line) => {
+    highlight(best.dataset.label);
+    thumbnail.className = "thumb " + best.dataset.thumbnail;
+    thumbnail.hidden = !best.dataset.thumbnail;
+    text.replaceChildren(...best.dataset.text.split("\n").map((line) => {
       const node = document.createElement("div");
       node.textContent = line;
       return node;
     }));
     tip.hidden = false;
-    tip.style.left = "0"; // at the right edge it would be measured as narrow as it is squeezed there
+    tip.style.left = "0"; // before measuring: at the right edge the box would be squeezed
     const left = best.dataset.x * scale + 14, top = best.dataset.y * scale + 14;
     tip.style.left = Math.max(0, Math.min(left, box.width - tip.offsetWidth)) + "px";
     tip.style.top = (top + tip.offsetHeight > box.height ? top - 28 - tip.offsetHeight : top) + "px";
