@@ -1,4 +1,4 @@
-# Two commands from a fresh clone: `make demo` and `make test`. Both set everything up first.
+# Two commands from a fresh clone: `make demo` and `make test`. Both install everything first.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -11,7 +11,7 @@ demo: $(VENV)/.ready
 test: $(VENV)/.ready
 	scripts/check
 
-# Generated pages first; then the site, which needs no network to read: open site/index.html.
+# Updates the generated pages, then builds the site, which works offline: open site/index.html.
 docs: $(VENV)/.ready
 	$(BIN)/python scripts/make_docs.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict

@@ -1,10 +1,10 @@
-"""What a user types, timed: `run`, `encode`, `eval` and `replay` as processes of their own.
+"""Times whole commands: `run`, `encode`, `eval` and `replay`, each in its own process.
 
     python benchmarks/commands.py --out commands.json
 
-Random weights in a published shape, photographs that are made up, as many classes as folders. Milliseconds per image
-are those after the first 50: of `run` between two of its rows, of the others by the difference of a long and a short
-run. What happens once is told apart: seconds to the first answer, with caches cold (new folders) and warm.
+Random weights in a published architecture, synthetic photographs, as many classes as folders. Milliseconds per image
+exclude the first 50: for `run`, from the times of its rows; for the others, from the difference of a long and a short
+run. One-time costs are reported separately: seconds to the first answer, with cold caches (new folders) and warm ones.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FIRST = 50  # images that are not counted
 
 
 def photograph(number: int, extent: tuple[int, int] = (500, 375)) -> Image.Image:
-    """A picture with large and small shapes, always the same."""
+    """A synthetic image with large and small shapes, the same for each number."""
     random = np.random.default_rng(number)
     small = Image.fromarray(random.integers(0, 256, (12, 16, 3), dtype=np.uint8)).resize(
         extent, Image.Resampling.BICUBIC
@@ -42,16 +42,16 @@ def photograph(number: int, extent: tuple[int, int] = (500, 375)) -> Image.Image
 
 
 def photographs(folder: Path, classes: int, images: int) -> Path:
-    """JPEG files, spread over as many folders as there are classes."""
+    """JPEG files in one folder per class."""
     for number in range(max(images, classes)):
-        place = folder / f"thing {number % classes:04d}"
-        place.mkdir(parents=True, exist_ok=True)
-        photograph(number).save(place / f"{number:06d}.jpg", quality=90)
+        class_folder = folder / f"thing {number % classes:04d}"
+        class_folder.mkdir(parents=True, exist_ok=True)
+        photograph(number).save(class_folder / f"{number:06d}.jpg", quality=90)
     return folder
 
 
 def checkpoint(model: str, folder: Path) -> str:
-    """A name for `--encoder`: random weights of this shape in a file; a small one where none is asked for."""
+    """A name for `--encoder`: a file with random weights of this model, or the tiny encoder."""
     if model == "tiny":
         return "tiny"
     from safetensors.torch import save_file
@@ -67,7 +67,7 @@ def checkpoint(model: str, folder: Path) -> str:
 
 
 class Commands:
-    """A place to run commands in, with caches of its own."""
+    """A folder to run commands in, with its own caches."""
 
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
         self.folder, self.options = folder, options
@@ -78,16 +78,16 @@ class Commands:
         self.new_caches()
 
     def new_caches(self) -> None:
-        """From here on nothing is found that earlier commands compiled."""
+        """Switch to empty caches: nothing compiled earlier is found."""
         self.caches += 1
-        place = self.folder / f"caches-{self.caches}"
+        caches = self.folder / f"caches-{self.caches}"
         self.environment = os.environ | {
-            "TRITON_CACHE_DIR": str(place / "triton"),
-            "NUMBA_CACHE_DIR": str(place / "numba"),
-            "TORCHINDUCTOR_CACHE_DIR": str(place / "inductor"),
-            "CUDA_CACHE_PATH": str(place / "cuda"),
-            "PYTHONPYCACHEPREFIX": str(place / "bytecode"),
-            "PYTHONDONTWRITEBYTECODE": "",  # a user's Python keeps what it has compiled
+            "TRITON_CACHE_DIR": str(caches / "triton"),
+            "NUMBA_CACHE_DIR": str(caches / "numba"),
+            "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
+            "CUDA_CACHE_PATH": str(caches / "cuda"),
+            "PYTHONPYCACHEPREFIX": str(caches / "bytecode"),
+            "PYTHONDONTWRITEBYTECODE": "",  # a user's Python caches bytecode
         }
         if self.options.cores:
             self.environment["OMP_NUM_THREADS"] = str(self.options.cores)
@@ -99,7 +99,7 @@ class Commands:
         return subprocess.Popen(command, env=self.environment, text=True, **more)
 
     def call(self, *words: object) -> tuple[float, str]:
-        """Seconds that a command takes, and what it printed."""
+        """The seconds of a command, and its output."""
         began = time.perf_counter()
         process = self.start(*words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         out, err = process.communicate()
@@ -115,12 +115,12 @@ class Commands:
         """`run`, row by row: the first answer, and milliseconds per image after the first 50."""
         began, times = time.perf_counter(), []
         words = ("run", self.tree, "--encoder", self.encoder, "--limit", self.options.images, *self.kind(), *more)
-        with tempfile.TemporaryFile("w+") as said, self.start(*words, stdout=subprocess.PIPE, stderr=said) as process:
+        with tempfile.TemporaryFile("w+") as err, self.start(*words, stdout=subprocess.PIPE, stderr=err) as process:
             for _ in process.stdout or []:
                 times.append(time.perf_counter())
             if process.wait():
-                said.seek(0)
-                raise RuntimeError(f"testtime run failed: {said.read()[-800:]}")
+                err.seek(0)
+                raise RuntimeError(f"testtime run failed: {err.read()[-800:]}")
         first, *_, last = times[1:]  # the header comes first
         self.note(f"run, {label}: seconds to the first answer", first - began, "s")
         rest = times[FIRST + 1 :]
@@ -131,9 +131,9 @@ class Commands:
         return ("--views", self.options.views, "--device", self.options.device)
 
     def difference(self, label: str, words: Any) -> None:
-        """Milliseconds per image of a command of which `words(images, place)` are the words."""
+        """Milliseconds per image of a command, given by `words(images, path)`."""
         few, many = FIRST, self.options.images
-        # starting takes seconds, more or less: the quicker of two is the fairer
+        # the start takes seconds and varies: take the faster of two
         short, long = (
             min(self.call(*words(images, self.folder / f"{label}-{images}-{turn}"))[0] for turn in range(2))
             for images in (few, many)
@@ -142,16 +142,16 @@ class Commands:
         self.note(label, 1000 * (long - short) / (many - few))
 
     def encode(self) -> None:
-        def words(images: int, place: Path) -> tuple[object, ...]:
-            out = place.with_suffix(".safetensors")
+        def words(images: int, path: Path) -> tuple[object, ...]:
+            out = path.with_suffix(".safetensors")
             return ("encode", self.tree, "--encoder", self.encoder, "--limit", images, "--out", out, *self.kind())
 
         self.difference("encode", words)
 
     def eval(self) -> None:
-        def words(images: int, place: Path) -> tuple[object, ...]:
+        def words(images: int, path: Path) -> tuple[object, ...]:
             common = ("--encoder", self.encoder, "--limit", images, "--seeds", "1", "--methods", "zeroshot,dpe")
-            return ("eval", self.tree, *common, "--out", place, *self.kind())
+            return ("eval", self.tree, *common, "--out", path, *self.kind())
 
         self.difference("eval", words)
         again = self.call(*words(self.options.images, self.folder / f"eval-{self.options.images}-0"))[0]
@@ -180,14 +180,14 @@ def machine(device: str) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="JSON file, written anew after every command")
+    parser.add_argument("--out", type=Path, help="JSON file, rewritten after every command")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--model", default="ViT-B-16")
     parser.add_argument("--images", type=int, default=600)
-    parser.add_argument("--stored", type=int, default=5000, help="images of stored features that are replayed")
+    parser.add_argument("--stored", type=int, default=5000, help="images of stored features to replay")
     parser.add_argument("--views", type=int, default=64)
     parser.add_argument("--classes", type=int, default=1000)
-    parser.add_argument("--cores", type=int, default=0, help="keep commands to so many cores")
+    parser.add_argument("--cores", type=int, default=0, help="limit commands to this number of cores")
     parser.add_argument("--only", default="run,augmix,encode,eval,replay")
     options = parser.parse_args(arguments)
     stages = options.only.split(",")

@@ -1,11 +1,11 @@
-"""CoOp on Caltech101 with real photographs: what a learned prompt adds to a written one, and that resuming is exact.
+"""CoOp on Caltech101 with real photographs: the gain of a learned prompt over a handwritten one, and exact resume.
 
     python benchmarks/coop.py [../shared/data/caltech-101] [--cache FOLDER] [--epochs 50] [--seeds 1]
 
-Trains on 16 images a class of the split's "train" (100 classes), with the offline encoder (EfficientNet-Lite2 and
-MiniLM; it is not CLIP), one clean view an image, and scores the 2,465 of "test", whose features come with the
+Trains on 16 images per class of the split's "train" (100 classes), with the offline encoder (EfficientNet-Lite2 and
+MiniLM; it is not CLIP), one clean view per image, and scores the 2,465 of "test", whose features ship with the
 package. Training features are encoded once into the cache. With --interrupt E, the first seed is trained a second
-time, stopped after E epochs and resumed, and the two prompts are compared bit by bit.
+time, stopped after E epochs and resumed, and the two prompts are compared bit for bit.
 
 Measured with --epochs 20, seed 1, on one thread of a shared CPU in 17 minutes: 72.25% on the test split, where
 "a photo of a {}." has 54.77%; the loss fell from 3.20 to 1.30.
@@ -32,7 +32,7 @@ from testtime.types import Task
 
 
 def training_features(root: Path, cache: Path, task: Task, encoder: object) -> tt.Features:
-    """The features of the train split, from the cache or made now."""
+    """The features of the train split, from the cache or encoded now."""
     stored = cache / "train-1.safetensors"
     if not stored.exists():
         rows = json.loads((root / "split_zhou_Caltech101.json").read_text())["train"]

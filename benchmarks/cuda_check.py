@@ -1,11 +1,11 @@
-"""Sessions on a GPU: against stored runs of released code, two at a time, and looking before stepping.
+"""Sessions on a GPU: compared with stored runs of released code, two at a time, and `predict` before `step`.
 
     python benchmarks/cuda_check.py [FOLDER_OF_TRACES]... [--device cpu]
 
-Every trace is replayed through `Session.scan` in both precisions, by the fastest stepper and, as `reference`, by the
-method's own steps: the largest difference from the stored logits and the share of equal predictions are printed. Then
-two sessions run in two threads, each compared with itself alone. Last, `Session.predict` is compared with the step that
-follows, and both are timed. `--device cpu` is to see that it runs.
+Replays every trace through `Session.scan` in both precisions, with the fastest stepper and, as `reference`, with the
+method's own steps, and prints the largest difference from the stored logits and the share of equal predictions. Then
+two sessions run in two threads, and each is compared with the same session run alone. Last, `Session.predict` is
+compared with the step that follows, and both are timed. `--device cpu` is a smoke test.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ import testtime as tt  # noqa: E402
 from testtime.encoding.store import Features  # noqa: E402
 from testtime.session.replay import recorded_settings, replay  # noqa: E402
 
-NAMES = {"DMN-ZS": "dmn", "C-TPT": "ctpt"}  # else as the method is written, in small letters
+NAMES = {"DMN-ZS": "dmn", "C-TPT": "ctpt"}  # otherwise the method's name in lower case
 CLOSE = {"float64": 1e-5, "float32": 1e-3}
 GOLDEN = Path(__file__).parents[2] / "shared" / "golden"
 
 
 def traces(folder: Path, device: str) -> int:
-    """Replay every trace of a folder; how many failed."""
+    """Replay every trace of a folder; returns the number of failures."""
     failed = 0
     for path in sorted(folder.glob("*.safetensors")):
         store = Features(path)
@@ -58,7 +58,7 @@ def traces(folder: Path, device: str) -> int:
             good = apart <= CLOSE[dtype] and alike == 1
             failed += not good
             print(
-                f"{label}: largest difference {apart:.1e}, {100 * alike:.2f}% alike, "
+                f"{label}: largest difference {apart:.1e}, {100 * alike:.2f}% of predictions equal, "
                 f"{time.perf_counter() - start:.1f} s{'' if good else '  TOO FAR'}",
                 flush=True,
             )
@@ -71,45 +71,45 @@ def problem(device: str, images: int, seed: int = 0) -> tuple[tt.Task, Tensor]:
 
 
 def threads(device: str, images: int) -> int:
-    """Pairs of sessions at the same time, from their first image on; how many differ from themselves alone.
+    """Run pairs of sessions concurrently from their first image; returns how many differ from the same session alone.
 
-    The last pair is of sessions that share an encoder and run over photographs.
+    The last pair shares an encoder and runs over photographs.
     """
     failed, shared = 0, tt.load_encoder("tiny", device=device)
     seen = tt.build_task(shared, [f"thing {number}" for number in range(20)])
     for names in (("dpe", "dpe"), ("dpe", "tda"), ("tps", "dmn"), ("dpe, photographs",) * 2):
         problems = [problem(device, images, seed) for seed in range(2)]
 
-        def work(place: int, gate: Callable[[], object], names: Any = names, problems: Any = problems) -> Tensor:
-            if names[place].endswith("photographs"):
-                session = tt.Session(seen, "dpe", encoder=shared, views=16, seed=place)
-                pictures = [photograph(number + 100 * place) for number in range(min(images, 40))]
+        def work(index: int, gate: Callable[[], object], names: Any = names, problems: Any = problems) -> Tensor:
+            if names[index].endswith("photographs"):
+                session = tt.Session(seen, "dpe", encoder=shared, views=16, seed=index)
+                images_of_run = [photograph(number + 100 * index) for number in range(min(images, 40))]
                 gate()
-                return torch.stack([answer.logits for _, answer in session.run(pictures)])
-            task, stream = problems[place]
-            session = tt.Session(task, names[place])
+                return torch.stack([answer.logits for _, answer in session.run(images_of_run)])
+            task, stream = problems[index]
+            session = tt.Session(task, names[index])
             gate()
             half = images // 2
             scanned = session.scan(stream[:half]).cpu()
             return torch.cat([scanned, torch.stack([session.step(views).logits for views in stream[half:]])])
 
-        alone = [work(place, lambda: None) for place in range(2)]
+        alone = [work(index, lambda: None) for index in range(2)]
         barrier, found = threading.Barrier(2), dict[int, Tensor]()
 
-        def keep(place: int, work: Any = work, barrier: Any = barrier, found: Any = found) -> None:
-            found[place] = work(place, barrier.wait)
+        def run(index: int, work: Any = work, barrier: Any = barrier, found: Any = found) -> None:
+            found[index] = work(index, barrier.wait)
 
-        pair = [threading.Thread(target=keep, args=(place,)) for place in range(2)]
+        pair = [threading.Thread(target=run, args=(index,)) for index in range(2)]
         for thread in pair:
             thread.start()
         for thread in pair:
             thread.join()
-        for place, name in enumerate(names):
-            apart = float((found[place] - alone[place]).abs().max()) if place in found else float("nan")
-            good = apart <= CLOSE["float32"]  # not true of a NaN, and so of a thread that failed
+        for index, name in enumerate(names):
+            apart = float((found[index] - alone[index]).abs().max()) if index in found else float("nan")
+            good = apart <= CLOSE["float32"]  # false for NaN, and so for a thread that failed
             failed += not good
             print(
-                f"{name} beside {names[1 - place]}: {'the same bits' if apart == 0 else f'{apart:.1e} apart'} as alone"
+                f"{name} beside {names[1 - index]}: {'the same bits as' if apart == 0 else f'{apart:.1e} from'} alone"
                 f"{'' if good else '  FAILED'}",
                 flush=True,
             )
@@ -117,11 +117,11 @@ def threads(device: str, images: int) -> int:
 
 
 def peeking(device: str, images: int) -> int:
-    """`predict`, then `step`, image by image; how many methods give another answer."""
+    """`predict`, then `step`, image by image; returns how many methods give different answers."""
     failed = 0
     task, stream = problem(device, images)
     for name in ("dpe", "tda", "tps", "dmn", "zeroshot"):
-        session, twin = tt.Session(task, name), tt.Session(task, name)
+        session, stepped = tt.Session(task, name), tt.Session(task, name)
         apart, seconds = 0.0, {"predict": [], "step": []}
         for views in stream:
             logits = {}
@@ -129,13 +129,13 @@ def peeking(device: str, images: int) -> int:
                 start = time.perf_counter()
                 logits[what] = call(views).logits
                 seconds[what].append(time.perf_counter() - start)
-            same = torch.equal(logits["step"], twin.step(views).logits)  # it has never looked
+            same = torch.equal(logits["step"], stepped.step(views).logits)  # without `predict`
             apart = max(apart, float((logits["predict"] - logits["step"]).abs().max()), 0.0 if same else 1.0)
         failed += apart > 0
         took = {what: 1000 * statistics.median(times[len(times) // 4 :]) for what, times in seconds.items()}
         print(
             f"{name}: predict {took['predict']:.3f} ms, step {took['step']:.3f} ms, "
-            f"{'the same bits' if apart == 0 else f'OTHER ANSWERS, {apart:.1e} apart'}",
+            f"{'the same bits' if apart == 0 else f'DIFFERENT LOGITS, {apart:.1e} apart'}",
             flush=True,
         )
     return failed
@@ -145,7 +145,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", type=Path, nargs="*", default=[GOLDEN])
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--images", type=int, default=200, help="of made-up streams, 64 views, 100 classes")
+    parser.add_argument("--images", type=int, default=200, help="of synthetic streams, 64 views, 100 classes")
     options = parser.parse_args()
     failed = sum(traces(folder, options.device) for folder in options.folders)
     failed += threads(options.device, options.images)

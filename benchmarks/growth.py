@@ -1,15 +1,15 @@
-"""How the cost of a step grows: with classes, features, views and slots, and, as it should not, with the stream.
+"""How the cost of a step scales with classes, features, views and slots, and that it does not grow with the stream.
 
     python benchmarks/growth.py [--methods dpe tda] [--axes classes dim ...] [--json FILE] [--svg FILE] [--quick]
 
-One number grows at a time from 1000 classes, 512 features, 64 views and 3 slots; milliseconds are medians of turns, as
-many steps in a turn as fit `--seconds`, and at least two. Every cache is full and every image is learned from, so
-nothing can be kept from one step to the next: the most that a step costs. A point whose state would exceed 2 GB is
-left out and said so: TDA's negative cache holds C x C probabilities in each slot.
+Varies one size at a time from 1000 classes, 512 features, 64 views and 3 slots. Milliseconds are medians of repeats,
+each with as many steps as fit `--seconds`, and at least two. Every cache is full and the method learns from every
+image, so nothing can be reused from one step to the next: this is the worst case. A point whose state would exceed 2 GB
+is reported as left out: TDA's negative cache holds C x C probabilities in each slot.
 
-`images` sends a stream of `--images` images (10 classes, 64 features, 1 view) through a session and gives the seconds
-of every tenth of it, by the clock and by the processor, and the bytes of the state after it: both stay as they are, so
-the whole is linear in the stream and its memory constant. What is made up counts as no time.
+`images` runs a stream of `--images` images (10 classes, 64 features, 1 view) through a session and reports, for every
+tenth of it, wall-clock and CPU seconds and the bytes of the state: both stay constant, so time is linear in the stream
+and memory is constant. Generating the stream is not timed.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from testtime.files import write_atomic
 from testtime.methods.base import leaves
 from testtime.types import Task
 
-MOST = 2**31  # bytes of a state that is still measured
+MOST = 2**31  # bytes; larger states are not measured
 TURNS = 3
-SLOTS = {"dpe": ("queue",), "tda": ("pos_capacity", "neg_capacity")}  # settings that say how much is kept
+SLOTS = {"dpe": ("queue",), "tda": ("pos_capacity", "neg_capacity")}  # settings for the number of slots
 
 
 class Size(NamedTuple):
@@ -57,14 +57,14 @@ TENTHS = 10
 
 
 def method_of(name: str, slots: int) -> Any:
-    """A method with that many slots everywhere, which learns from every image that it can."""
+    """A method with this many slots in every cache, which learns from every image it can."""
     settings: dict[str, object] = {setting: slots for setting in SLOTS[name]}
     settings |= {"entropy_threshold": 99.0} if name == "dpe" else {"neg_entropy_lower": 0.0, "neg_entropy_upper": 1.0}
     return tt.make_method(name, None, settings)
 
 
 def full(name: str, method: Any, task: Task) -> Any:
-    """A state whose caches are full, of features near their class, and give way to any image."""
+    """A state with full caches, of features near their class, in which any image replaces an entry."""
     noise = torch.Generator().manual_seed(1)
 
     def bank(before: Any) -> Any:
@@ -75,7 +75,7 @@ def full(name: str, method: Any, task: Task) -> Any:
     if name == "dpe":
         queue = bank(state.queue)
         return state._replace(queue=queue, visual=queue.keys.mean(1))
-    # each item held one class in ten possible, three of a hundred at most passing the mask
+    # each item considers one class in ten possible; at most three of a hundred pass the mask
     state.negative_prob[:, :, ::10] = 10 / task.classes
     return state._replace(positive=bank(state.positive), negative=bank(state.negative))
 
@@ -85,14 +85,14 @@ def state_bytes(state: Any) -> int:
 
 
 def planned_bytes(name: str, size: Size) -> int:
-    """Bytes of a state before there is one."""
+    """Bytes of a state, computed before it is allocated."""
     keys = size.classes * size.slots * size.dim
     numbers = keys + 2 * size.classes * size.dim if name == "dpe" else 2 * keys + size.classes**2 * size.slots
     return 4 * numbers
 
 
 def measure(name: str, size: Size, device: str, seconds: float) -> dict[str, Any]:
-    """Milliseconds of a step of that size, or why there are none."""
+    """Milliseconds of a step at this size, or why it was left out."""
     row: dict[str, Any] = {"method": name, **size._asdict()}
     if (needed := planned_bytes(name, size)) > MOST:
         return row | {"left out": f"a state of {needed / 1e9:.1f} GB"}
@@ -112,7 +112,7 @@ def measure(name: str, size: Size, device: str, seconds: float) -> dict[str, Any
 
 def _timed(session: tt.Session, stream: Tensor) -> float:
     start = time.perf_counter()
-    session.scan(stream).sum().item()  # the sum waits for a GPU
+    session.scan(stream).sum().item()  # the sum waits for the GPU
     return time.perf_counter() - start
 
 
@@ -124,17 +124,17 @@ def lengths(name: str, images: int, device: str) -> list[dict[str, Any]]:
     session = tt.Session(task, tt.make_method(name))
     chunk = min(10_000, images // TENTHS)
 
-    def some(count: int) -> Tensor:
+    def random_stream(count: int) -> Tensor:
         labels = torch.randint(task.classes, (count,), generator=noise, device=device)
         scatter = torch.randn(count, 1, task.dim, generator=noise, device=device)
         return ops.unit(task.text[labels][:, None] + 0.15 * scatter)
 
-    session.fork().scan(some(1))  # compiles
+    session.fork().scan(random_stream(1))  # compiles
     rows = []
     for _ in range(TENTHS):
         wall = processor = 0.0
         for _ in range(images // TENTHS // chunk):
-            stream, began = some(chunk), time.process_time()
+            stream, began = random_stream(chunk), time.process_time()
             wall += _timed(session, stream)
             processor += time.process_time() - began
         took = {"seconds": wall, "processor_seconds": processor}
@@ -143,16 +143,16 @@ def lengths(name: str, images: int, device: str) -> list[dict[str, Any]]:
     return rows
 
 
-def picture(report: dict[str, Any]) -> str:
-    """A panel for each number that grows: milliseconds of a step, both axes logarithmic; then the stream."""
+def chart(report: dict[str, Any]) -> str:
+    """A panel per size: milliseconds of a step on logarithmic axes; then the stream."""
     panels = [
         (axis, "ms", [row | {"x": row[axis]} for row in rows if "ms" in row]) for axis, rows in report["axes"].items()
     ]
     if report["images"]:
         each = [row | {"x": row["images"], "ms": 1e3 * row["seconds"]} for row in report["images"]]
         panels.append(("images", f"ms per {report['images'][0]['images']:,} images", each))
-    drawn = [_panel(*panel, left=320 * place) for place, panel in enumerate(panels) if panel[2]]
-    title = f"What grows with what: {report['machine']}"
+    drawn = [_panel(*panel, left=320 * index) for index, panel in enumerate(panels) if panel[2]]
+    title = f"Scaling of the cost of a step: {report['machine']}"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{320 * len(panels)}" height="300" '
         'font-family="sans-serif" font-size="11"><rect width="100%" height="100%" fill="white"/>'
@@ -161,17 +161,17 @@ def picture(report: dict[str, Any]) -> str:
 
 
 def _panel(axis: str, unit: str, rows: list[dict[str, Any]], left: int) -> str:
-    """Lines in a frame of 240 x 200, one for each method, with every value written beside its point."""
+    """Lines in a frame of 240 x 200, one per method, with every value beside its point."""
     xs, ys = [row["x"] for row in rows], [row["ms"] for row in rows]
 
-    def place(value: float, values: list[float], length: float) -> float:
+    def position(value: float, values: list[float], length: float) -> float:
         low, high = math.log(min(values)), math.log(max(values))
         return length * (math.log(value) - low) / max(high - low, 0.7)  # at least a factor of two across
 
     parts = [f'<text x="{left + 60}" y="46">{unit}, by {axis}</text>']
     for colour, name in zip(("#4269d0", "#c2410c"), dict.fromkeys(row["method"] for row in rows), strict=False):
         points = [
-            (left + 60 + place(row["x"], xs, 220), 260 - place(row["ms"], ys, 190), row)
+            (left + 60 + position(row["x"], xs, 220), 260 - position(row["ms"], ys, 190), row)
             for row in rows
             if row["method"] == name
         ]
@@ -191,11 +191,11 @@ def options_of(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--methods", nargs="+", default=list(SLOTS), choices=list(SLOTS))
     parser.add_argument("--axes", nargs="+", default=[*AXES, "images"], choices=[*AXES, "images"])
     parser.add_argument("--images", type=int, default=1_000_000, help="length of the long stream")
-    parser.add_argument("--seconds", type=float, default=3.0, help="about how long a point is measured")
+    parser.add_argument("--seconds", type=float, default=3.0, help="approximate time per point")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--svg", type=Path)
-    parser.add_argument("--quick", action="store_true", help="small numbers, to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="small sizes, as a smoke test")
     options = parser.parse_args(arguments)
     if options.images < TENTHS:
         parser.error(f"--images {options.images}: at least {TENTHS} are needed")
@@ -219,10 +219,10 @@ def main(arguments: list[str] | None = None) -> int:
                 report["axes"].setdefault(axis, []).append(row)
                 found = f"{row['ms']:10.3f} ms" if "ms" in row else f"left out: {row['left out']}"
                 print(f"  {name:>4} {axis:>8} = {value:<6} {found}", flush=True)
-        if options.json:  # after every axis: the next one may take long
+        if options.json:  # after every axis, as the next one may take long
             write_atomic(options.json, json.dumps(report, indent=1) + "\n")
         if options.svg:
-            write_atomic(options.svg, picture(report))
+            write_atomic(options.svg, chart(report))
     return 0
 
 

@@ -1,12 +1,12 @@
-"""DPE's kernels on a GPU: are they the method's own step, how long does a step take, and with which tiles.
+"""DPE's kernels on a GPU: whether they match the method's own step, how long a step takes, and with which tiles.
 
     python benchmarks/kernels_check.py [--try "pull.SPLIT=1 pull.ROWS=64"]... [--tune] [--settings 8]
 
-Compared are single steps from the same state, a whole stream, and a stream in two goes, from states with full queues,
-classes being far apart and nearly alike; and `--settings` of them side by side with each alone. Timed are replayed
-graphs of 32 steps where every image moves the text prototypes ("moving": nothing can be kept) and where none does
-("kept"), then each kernel by itself. `--try` does it with other tiles than those of `testtime.steppers.gpu.dpe.TILES`,
-as often as it is given; `--tune` tries those of the table below. Without a GPU the steps are compared alone, in
+Compares single steps from the same state, a whole stream, and a stream in two parts, from states with full queues, with
+classes that are far apart or nearly equal; and `--settings` settings side by side with each alone. Times replayed
+graphs of 32 steps in which every image changes the text prototypes ("moving": nothing can be reused) or none does
+("kept"), then each kernel. `--try` repeats this with other tiles than those of `testtime.steppers.gpu.dpe.TILES`, and
+may be given several times; `--tune` tries those of the table below. Without a GPU only the steps are compared, in
 Triton's interpreter:
 
     TRITON_INTERPRET=1 python benchmarks/kernels_check.py --classes 20 --dim 32 --views 12 --images 3
@@ -57,7 +57,7 @@ ALTERNATIVES = (
 
 
 class Start(NamedTuple):
-    """A task, a state far into a stream, every queue being full, and the images that come next."""
+    """A task, a state far into a stream with full queues, and the next images."""
 
     task: Task
     state: State
@@ -66,11 +66,11 @@ class Start(NamedTuple):
 
 @contextmanager
 def tiles(changes: str) -> Iterator[None]:
-    """While inside, tiles changed as by "pull.SPLIT=1 choose.PART=64", with few classes too; splits are as given."""
+    """A context with other tiles, such as "pull.SPLIT=1 choose.PART=64", also for few classes; splits are as given."""
     before, room = copy.deepcopy((dpe.TILES, dpe.SMALL)), dpe.GROUP_BYTES
     for change in changes.split():
-        place, value = change.split("=")
-        kernel, option = place.split(".")
+        name, value = change.split("=")
+        kernel, option = name.split(".")
         dpe.TILES[kernel][option] = dpe.SMALL[kernel][option] = int(value)
         dpe.GROUP_BYTES = 10**9
     try:
@@ -82,7 +82,7 @@ def tiles(changes: str) -> Iterator[None]:
 
 
 def start(classes: int, dim: int, views: int, images: int, alike: bool = False) -> Start:
-    """Where to begin; with classes so `alike` that the alignment has work to do."""
+    """An initial state; with classes so `alike` that the alignment has an effect."""
     noise = torch.Generator().manual_seed(1)
 
     def rows(*shape: int) -> Tensor:
@@ -91,7 +91,7 @@ def start(classes: int, dim: int, views: int, images: int, alike: bool = False) 
     own, kind = rows(classes), rows(-(-classes // 10)).repeat(10, 1)[:classes]
     shared, depth = (1.5, 0.6) if alike else (0.0, 0.0)
     text = ops.unit(shared * rows(1) + depth * kind + own)
-    likely = shared * rows(1) + 0.35 * own + 0.5 * depth * kind if alike else text  # what a class's images share
+    likely = shared * rows(1) + 0.35 * own + 0.5 * depth * kind if alike else text  # shared by a class's images
     scatter = 0.8 if alike else 1.0
     keys = ops.unit(likely[:, None] + scatter * rows(classes, DPE().queue))
     stream = ops.unit(likely[torch.arange(images) % classes, None] + scatter * rows(images, views))
@@ -123,7 +123,7 @@ def far(ours: Tensor, theirs: Tensor) -> float:
 
 
 def compare(begin: Start, label: str) -> int:
-    """Print how far the kernels' logits are from the method's own; how many checks failed."""
+    """Print the difference of the kernels' logits from the method's own; returns the number of failed checks."""
     task, state, stream = begin
     failed = 0
     for method in (DPE(), DPE(entropy_threshold=99.0)):
@@ -153,15 +153,15 @@ def compare(begin: Start, label: str) -> int:
         print(
             f"C={task.classes} D={task.dim} V={stream.shape[1]}, {label}, threshold {method.entropy_threshold}: logits "
             f"{from_plain:.1e} from the method's, {from_exact:.1e} from float64 (it: {plain_from_exact:.1e}); "
-            f"{same} of {len(stream)} steps alike; as a stream {far(whole, expected):.1e} apart; in two goes "
-            f"{'the same bits' if bits else 'OTHER BITS'}{'' if good else '  FAILED'}",
+            f"{same} of {len(stream)} steps alike; as a stream {far(whole, expected):.1e} apart; in two parts "
+            f"{'the same bits' if bits else 'DIFFERENT BITS'}{'' if good else '  FAILED'}",
             flush=True,
         )
     return failed
 
 
 def compare_settings(begin: Start, settings: int) -> int:
-    """Print whether settings side by side are bit for bit each alone; how many are not."""
+    """Print whether settings side by side give the same bits as each alone; returns how many do not."""
     task, state, stream = begin
     methods = [
         DPE(alpha=2.0 + n % 8, entropy_threshold=(0.0, 0.1, 99.0)[n % 3], align_weight=0.1 * (n % 8))
@@ -174,7 +174,7 @@ def compare_settings(begin: Start, settings: int) -> int:
         alone = opened(task, [method], state, stream.shape[1])
         bits = torch.equal(alone.scan(stream)[0], logits[run])
         same += int(bits and all(map(torch.equal, leaves(alone.snapshot()[0]), leaves(ends[run]))))
-    print(f"{same} of {settings} settings side by side have the bits that each has alone", flush=True)
+    print(f"{same} of {settings} settings side by side give the same bits as alone", flush=True)
     return settings - same
 
 
@@ -208,7 +208,7 @@ def timings(begin: Start, changes: str = "", detail: bool = True) -> None:
 
     def ready(threshold: float) -> dpe.Stepper:
         stepper = opened(task, [DPE(entropy_threshold=threshold)], state, stream.shape[1])
-        stepper.scan(stream)  # the graphs' inputs are images from here on
+        stepper.scan(stream)  # from here on the graphs' inputs are images
         return stepper
 
     with tiles(changes):
@@ -222,10 +222,10 @@ def timings(begin: Start, changes: str = "", detail: bool = True) -> None:
         if not detail:
             shown = {"aim", "push", "answer", "evolve"} if "rows" in mine else mine
             parts = ", ".join(f"{name} {time:.1f}" for name, time in kernels.items() if name in shown)
-            print(f"{changes:60} {moving:6.1f} us a step; {parts}", flush=True)
+            print(f"{changes:60} {moving:6.1f} us per step; {parts}", flush=True)
             return
         kept = replay_time(ready(0.0))
-        print(f"\nkernels {changes or 'as they are'}: {moving:.1f} us a step moving, {kept:.1f} us kept")
+        print(f"\nkernels {changes or 'as they are'}: {moving:.1f} us per step moving, {kept:.1f} us kept")
         print(f"  in kernels {sum(kernels.values()):.1f} us:")
         for name, time in kernels.items():
             print(f"    {time:6.2f} {name[:90]}", flush=True)

@@ -1,17 +1,17 @@
-"""What one image costs in every method, and how that grows, on this machine.
+"""The cost of one image in every method, and how it scales, on this machine.
 
     python benchmarks/methods.py [--methods dpe tda ...] [--turns 5] [--json FILE]
 
-Milliseconds per image at 100 and 1000 classes (64 views, 512 features), the factor by which they grow where
-classes, views or features double from 100, 64 and 512, and the bytes of the state. A turn is a scan of 16
-images, so that work done every 16 images is in it; all methods and sizes take turns in one run, with the methods'
-defaults, and medians are printed: ratios hold on a shared machine even where milliseconds do not.
+Milliseconds per image at 100 and 1000 classes (64 views, 512 features), the factor by which they grow if classes,
+views or features double from 100, 64 and 512, and the bytes of the state. A turn is a scan of 16 images, so that it
+includes work done every 16 images. All methods and sizes take turns in one run, with the methods' defaults, and
+medians are printed: ratios hold on a shared machine even if milliseconds do not.
 
-States have fixed shapes, so their bytes are also their peak. They are measured after 16 images, while most images
-still find room in a cache; one that is refused copies less.
+States have fixed shapes, so their bytes are also their peak. They are measured after 16 images, while caches still
+have free slots for most images; a rejected image copies less.
 
 Methods that tune the prompt do so through the text tower of the encoder "tiny" (2 layers, 64 wide, random weights), so
-that all can be compared on one machine in minutes; a real tower takes its own, larger, time. Their turn is 2 images.
+that all can be compared on one machine in minutes; a real tower takes longer. Their turn is 2 images.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from testtime import registry
 from testtime.encoding.encoders.tiny import TEXT, tiny
 from testtime.methods.base import leaves
 
-TURN = 16  # images in a row
-TUNED = 2  # where they are tuned through a text tower, which takes far longer
+TURN = 16  # images per turn
+TUNED = 2  # for methods that tune through a text tower, which takes far longer
 TOWER = f"the encoder tiny's, {TEXT['layers']} layers, {TEXT['width']} wide"
 
 
@@ -48,12 +48,12 @@ DOUBLED = {name: BASE._replace(**{name: 2 * getattr(BASE, name)}) for name in Si
 
 
 def problem(size: Size, images: int, tuned: bool) -> tuple[tt.Task, torch.Tensor]:
-    """A task, with a text tower where prompts are tuned, and a stream of images."""
+    """A task, with a text tower if prompts are tuned, and a stream of images."""
     task, stream, labels = tt.toy(classes=size.classes, dim=size.dim, images=images, views=size.views)
     if not tuned:
         return task, stream
     tower = tt.build_task(tiny(dim=size.dim), task.classnames, context=True)
-    noise = stream - task.text[labels][:, None]  # the same scatter, around the tower's own prototypes
+    noise = stream - task.text[labels][:, None]  # the same noise, around the tower's prototypes
     return tower, tt.ops.unit(tower.text[labels][:, None] + noise)
 
 
@@ -73,8 +73,8 @@ def measure(methods: dict[str, Any], sizes: list[Size], turns: int) -> dict[Size
     for _ in range(turns):
         for (size, name), session in sessions.items():
             stream = streams[size, methods[name].needs_tower]
-            session.fork().scan(stream[:1])  # whatever ran before has emptied the caches
-            fork = session.fork()  # every turn is the same work
+            session.fork().scan(stream[:1])  # warms the CPU caches after the previous contender
+            fork = session.fork()  # every turn does the same work
             start = time.perf_counter()
             fork.scan(stream)
             times[size, name].append(1000 * (time.perf_counter() - start) / len(stream))
@@ -86,7 +86,7 @@ def measure(methods: dict[str, Any], sizes: list[Size], turns: int) -> dict[Size
 
 
 def table(found: dict[Size, dict[str, dict[str, float]]], names: list[str]) -> str:
-    """The measurements, a row per method."""
+    """The measurements, one row per method."""
     head = ["method", f"ms, C={BASE.classes}", f"ms, C={LARGE.classes}", "2C", "2V", "2D"]
     rows = [[*head, f"MB, C={BASE.classes}", f"MB, C={LARGE.classes}"]]
     for name in names:
@@ -100,7 +100,7 @@ def table(found: dict[Size, dict[str, dict[str, float]]], names: list[str]) -> s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", nargs="+", default=registry.method_names(), help="all, unless named")
+    parser.add_argument("--methods", nargs="+", default=registry.method_names(), help="default: all")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

@@ -1,14 +1,14 @@
-"""Commands beside a busy neighbour, and features so alike that their differences are denormal numbers.
+"""Commands beside a busy process, and features so similar that their differences are denormals.
 
     python benchmarks/neighbour.py [--cores 2] [--repeats 3] [--only replay,...] [--json FILE] [--quick]
 
-Each command runs alone and beside a process that keeps one core busy, in turns, both kept to the same `--cores` cores;
-medians are printed, and their ratio. A neighbour takes half of a core that it shares, so 2 is a fair price on one core;
-threads that wait for one another busily pay many times that. The goal is at most 3, of the command as a whole and, of
-replays, of the method's own time.
+Each command runs alone and beside a process that keeps one core busy, in turns, both pinned to the same `--cores`
+cores. The medians and their ratio are printed. The neighbour takes half of a core that it shares, so a ratio of 2 is
+expected on one core; with busy waiting between threads it is many times that. The goal is at most 3, for the whole
+command and, for replays, for the method's own time.
 
-"denormal" replays features that are nearly equal (one direction and a thousandth of noise), where probabilities and
-their gradients fall below what a processor computes at full speed, beside ordinary ones of the same sizes.
+"denormal" replays nearly equal features (one direction and a thousandth of noise), whose probabilities and gradients
+fall into the denormal range, where a CPU is slow, and ordinary features of the same sizes.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from commands import photographs  # noqa: E402
 from testtime.encoding.store import save_features  # noqa: E402
 from testtime.ops import unit  # noqa: E402
 
-MOST = 3.0  # times as long beside a neighbour
-SIZES = {(100, 1): 2000, (100, 64): 400, (1000, 64): 60}  # classes and views: images
+MOST = 3.0  # largest acceptable ratio
+SIZES = {(100, 1): 2000, (100, 64): 400, (1000, 64): 60}  # (classes, views): images
 SMALL = {(10, 4): 20}
 PARTS = ("replay", "photographs", "denormal")
 
 
 def stored(path: Path, classes: int, views: int, images: int, dim: int = 512, alike: bool = False) -> Path:
-    """A feature file; with features that are nearly equal, where they are `alike`."""
+    """A feature file; with nearly equal features if `alike`."""
     random = torch.Generator().manual_seed(0)
 
     def noise(*shape: int) -> Tensor:
@@ -56,14 +56,14 @@ def stored(path: Path, classes: int, views: int, images: int, dim: int = 512, al
 
 
 class Runner:
-    """Commands on a few cores, alone or beside a neighbour."""
+    """Runs commands on a few cores, alone or beside a busy process."""
 
     def __init__(self, cores: int) -> None:
         here = sorted(os.sched_getaffinity(0))[:cores]
         self.pinned = ["taskset", "-c", ",".join(map(str, here))]
 
     def call(self, *words: object) -> dict[str, float]:
-        """Seconds of a command, and the milliseconds per image that a replay tells of itself."""
+        """Seconds of a command, and for a replay the milliseconds per image that it reports."""
         start = time.perf_counter()
         command = [*self.pinned, sys.executable, "-m", "testtime", *map(str, words)]
         done = subprocess.run(command, capture_output=True, text=True)
@@ -72,12 +72,12 @@ class Runner:
             raise RuntimeError(f"testtime {words[0]} failed ({done.returncode}): {done.stderr[-800:]}")
         if words[0] != "replay":
             return {"seconds": seconds}
-        told = json.loads(done.stdout)
-        return {"seconds": seconds, "ms an image": 1000 * told["seconds"] / told["n"]}
+        summary = json.loads(done.stdout)
+        return {"seconds": seconds, "ms an image": 1000 * summary["seconds"] / summary["n"]}
 
     @contextmanager
     def neighbour(self) -> Iterator[None]:
-        """While inside, a process keeps one core busy."""
+        """A context in which another process keeps one core busy."""
         busy = subprocess.Popen([*self.pinned, sys.executable, "-c", "while True: pass"])
         try:
             yield
@@ -89,7 +89,7 @@ class Runner:
         """Medians alone and beside a neighbour, and their ratios."""
         alone, beside = [], []
         if repeats > 1:
-            self.call(*words)  # what is compiled once is kept on disk
+            self.call(*words)  # compiled loops are now cached on disk
         for _ in range(repeats):
             alone.append(self.call(*words))
             with self.neighbour():
@@ -102,7 +102,7 @@ class Runner:
 
 
 def cases(folder: Path, options: argparse.Namespace) -> dict[str, tuple[object, ...]]:
-    """The words of each command."""
+    """The arguments of each command."""
     found: dict[str, tuple[object, ...]] = {}
     if "replay" in options.only:
         for (classes, views), images in (SMALL if options.quick else SIZES).items():
@@ -118,7 +118,7 @@ def cases(folder: Path, options: argparse.Namespace) -> dict[str, tuple[object, 
 
 
 def denormal(runner: Runner, folder: Path, options: argparse.Namespace) -> dict[str, float]:
-    """Milliseconds per image of features that are nearly equal, and of ordinary ones."""
+    """Milliseconds per image for nearly equal features, and for ordinary ones."""
     sizes = (20, 4, 8) if options.quick else (1000, 64, 20)
     row = {}
     for kind in ("ordinary", "nearly equal"):
@@ -133,11 +133,11 @@ def denormal(runner: Runner, folder: Path, options: argparse.Namespace) -> dict[
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cores", type=int, default=2, help="that commands and neighbour share")
+    parser.add_argument("--cores", type=int, default=2, help="cores that commands and the busy process share")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", type=lambda words: words.split(","), default=PARTS, help=",".join(PARTS))
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--quick", action="store_true", help="small numbers, to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="small sizes, as a smoke test")
     options = parser.parse_args(arguments)
     if options.quick:
         options.repeats = 1
@@ -159,7 +159,7 @@ def main(arguments: list[str] | None = None) -> int:
                 print(f"  denormal: {name:26} {value:9.3f} {'times' if 'ratio' in name else 'ms an image'}", flush=True)
     if worst and not options.quick:
         print(
-            f"at most {worst:.2f} times as long beside a neighbour: {'reached' if worst <= MOST else 'MISSED'} {MOST:g}"
+            f"at most {worst:.2f} times as long beside a neighbour; {MOST:g} {'reached' if worst <= MOST else 'MISSED'}"
         )
     if options.json:
         options.json.write_text(json.dumps(report, indent=1) + "\n")

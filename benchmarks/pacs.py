@@ -2,8 +2,8 @@
 
     python benchmarks/pacs.py [../shared/data/pacs/photo] [--seeds 0 1 2]
 
-The folder holds one folder of images per class. Every run is the command line's own, with the method's defaults, one
-view and the offline encoder; the stream is shuffled by each seed, and the folders' names only score.
+The folder holds one folder of images per class. Every run uses the method's defaults, one view and the offline encoder;
+each seed shuffles the stream, and the folder names are used only for scoring.
 """
 
 from __future__ import annotations

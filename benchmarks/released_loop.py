@@ -1,8 +1,8 @@
-"""DPE the way its released code goes about it, written afresh, to be timed beside ours.
+"""DPE with the approach of its released code, reimplemented, to be timed beside ours.
 
 Queues are lists in a dictionary, prototypes are gathered class by class in Python, residuals are parameters with
-an optimiser of their own for every image, gradients flow back through the whole image encoder although nothing
-uses them, and the clean view is encoded a second time for the prediction.
+a new optimiser for every image, gradients flow back through the whole image encoder although nothing uses them, and
+the clean view is encoded a second time for the prediction.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ SCALE, ALPHA, BETA, QUEUE, ALIGN, TEMPERATURE, LR, GATE, CHOSEN = 100.0, 6.0, 5.
 
 
 class ReleasedLoop:
-    """The loop's memory; `step` takes the normalised views (V, 3, H, W) of one image and gives its logits (C,)."""
+    """The loop's state; `step` takes the normalised views (V, 3, H, W) of one image and returns its logits (C,)."""
 
     def __init__(self, model: Any, text: Tensor, autocast: bool = True) -> None:
-        self.model = model.requires_grad_(True)  # as released: nobody froze it
+        self.model = model.requires_grad_(True)  # as released: it is not frozen
         self.text = text.T.clone()  # (D, C)
         self.updates = 0
         self.queues: dict[int, list[tuple[Tensor, float]]] = {}
@@ -30,15 +30,15 @@ class ReleasedLoop:
         self.autocast = autocast
 
     def fill(self, noise: float = 0.05, cost: float = 1e-3) -> None:
-        """Bring every queue to its full length, as after many images."""
+        """Fill every queue, as after many images."""
         for label in range(self.text.shape[1]):
             near = self.text[:, label] + noise * torch.randn(QUEUE, self.text.shape[0], device=self.device)
-            self.queues[label] = [(row[None], cost * (1 + place)) for place, row in enumerate(normalize(near, dim=1))]
+            self.queues[label] = [(row[None], cost * (1 + slot)) for slot, row in enumerate(normalize(near, dim=1))]
 
     def step(self, pixels: Tensor) -> Tensor:
         half = torch.float16 if self.device.type == "cuda" else torch.bfloat16
         with torch.autocast(self.device.type, half, enabled=self.autocast):
-            feature, logits, entropy, label = self._look(pixels, self.text)
+            feature, logits, entropy, label = self._confident(pixels, self.text)
             self._enqueue(label, feature.detach(), entropy / math.log2(self.text.shape[1]))
             means, labels = self._prototypes()
             d_text = Parameter(torch.zeros_like(self.text))
@@ -64,7 +64,7 @@ class ReleasedLoop:
                     self.text = self.text * (count / (count + 1)) + text / (count + 1)
         return final[0].float()
 
-    def _look(self, pixels: Tensor, text: Tensor) -> tuple[Tensor, Tensor, float, int]:
+    def _confident(self, pixels: Tensor, text: Tensor) -> tuple[Tensor, Tensor, float, int]:
         """The mean feature (1, D) and logit (1, C) of the confident views, their entropy and their label."""
         features = normalize(self.model.encode_image(pixels).float(), dim=1)
         logits = SCALE * features @ normalize(text, dim=0)
@@ -86,7 +86,7 @@ class ReleasedLoop:
         row.sort(key=lambda item: item[1])
 
     def _prototypes(self) -> tuple[Tensor, Tensor]:
-        """Means (D, N) of the queues that hold something, and their labels (N,)."""
+        """Means (D, N) of the non-empty queues, and their labels (N,)."""
         means, labels = [], []
         for label in sorted(self.queues):
             total = torch.zeros_like(self.text[:, :1].T)

@@ -1,11 +1,11 @@
-"""Milliseconds per image, part by part, as a whole and as commands, on a GPU or, with --quick, in small on the CPU.
+"""Milliseconds per image, by stage, end to end and as commands, on a GPU or, with --quick and small sizes, on the CPU.
 
     python benchmarks/speed.py --out speed.json [--svg speed.svg] [--stages step,encoder,views,...] [--quick]
 
-Encoders have random weights (the work is the same) and photographs are made up, 500 x 375 pixels. Every stage is timed
-after a warm-up, by the clock, with the GPU idle before and after; medians are given. A stage that fails is reported and
-the others go on. "Encoder alone" is the same encoder on the same number of views, already made: what no stream can be
-faster than. What happens in `whole` is `Session.run`; `commands` are those of benchmarks/commands.py.
+Encoders have random weights (the work is the same), and photographs are synthetic, 500 x 375 pixels. Every stage is
+timed after a warm-up, in wall-clock time, with the GPU idle before and after; medians are reported. If a stage fails,
+it is reported and the others run. "Encoder alone" is the same encoder on the same number of precomputed views: a lower
+bound for any stream. `whole` times `Session.run`; `commands` are those of benchmarks/commands.py.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from testtime.types import Task, ViewPlan  # noqa: E402
 
 
 class Bench:
-    """The settings of a run, what has been measured, and what is shared between stages."""
+    """The settings of a run, its measurements, and objects shared between stages."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.quick, self.device = options.quick, torch.device(options.device)
@@ -62,7 +62,7 @@ class Bench:
         self.out, self.svg = options.out, options.svg
         self.folder = Path(tempfile.mkdtemp(prefix="testtime-speed-"))
         self.report: dict[str, Any] = {"machine": machine(self.device), "results": {}, "errors": {}}
-        self.profiled: dict[str, Callable[[], object]] = {}  # calls to look into at the end
+        self.profiled: dict[str, Callable[[], object]] = {}  # calls to profile at the end
         self.methods = options.methods.split(",")
         self._encoders: dict[str, Any] = {}
 
@@ -75,7 +75,7 @@ class Bench:
         if self.out:
             write_atomic(self.out, json.dumps(self.report, indent=1) + "\n")
         if self.svg:
-            write_atomic(self.svg, picture(self.report))
+            write_atomic(self.svg, chart(self.report))
 
     def ms(self, call: Callable[[], object], repeats: int | None = None, warm: int = 2) -> float:
         """Median milliseconds of a call, the device idle before and after."""
@@ -84,7 +84,7 @@ class Bench:
         return 1000 * statistics.median(self.seconds(call)[0] for _ in range(repeats or self.repeats))
 
     def seconds(self, call: Callable[[], Any]) -> tuple[float, Any]:
-        """Seconds that one call takes, and what it gives."""
+        """The seconds of one call, and its result."""
         self.wait()
         start = time.perf_counter()
         found = call()
@@ -101,7 +101,7 @@ class Bench:
         return self._encoders[name]
 
     def grey(self, encoder: Any, views: int) -> Tensor:
-        """Views of nothing in particular."""
+        """Random views."""
         size, levels = encoder.preprocess.size, torch.float16 if self.gpu else torch.float32
         return torch.randint(0, 256, (views, 3, size, size), device=self.device).to(levels)
 
@@ -112,7 +112,7 @@ class Bench:
         return Task(text, tuple(f"class {number}" for number in range(self.classes)))
 
     def photographs(self) -> list[Path]:
-        """JPEG files, made at the first call."""
+        """JPEG files, created on the first call."""
         files = [self.folder / f"{number:03d}.jpg" for number in range(4 if self.quick else 32)]
         for number, file in enumerate(files):
             if not file.exists():
@@ -121,17 +121,17 @@ class Bench:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    facts: dict[str, Any] = {
+    about: dict[str, Any] = {
         "torch": torch.__version__,
         "python": platform.python_version(),
         "cores": os.cpu_count(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
     }
-    return facts | ({"cuda": torch.version.cuda} if device.type == "cuda" else {})
+    return about | ({"cuda": torch.version.cuda} if device.type == "cuda" else {})
 
 
 def random_encoder(name: str, device: torch.device, dtype: torch.dtype | None = None) -> Any:
-    """A CLIP with random weights, if no more is said in half precision on a GPU."""
+    """A CLIP with random weights; by default in half precision on a GPU."""
     from testtime.encoding.encoders import clip
     from testtime.encoding.encoders.tiny import tiny
 
@@ -144,9 +144,9 @@ def random_encoder(name: str, device: torch.device, dtype: torch.dtype | None = 
     model = clip.build(name, clip.PRECISIONS[dtype])
     for part in model.modules():
         if isinstance(part, torch.nn.BatchNorm2d):
-            part.weight.data.uniform_(0.5, 1.5)  # fresh ones let nothing through
-    peeking = clip.make_preprocess(vars(open_clip.transform.PreprocessCfg(size=model.visual.image_size)))
-    return clip.OpenClip(name, model, open_clip.get_tokenizer(name), peeking, device, dtype)
+            part.weight.data.uniform_(0.5, 1.5)  # the initial ones zero out the residual branches
+    preprocess = clip.make_preprocess(vars(open_clip.transform.PreprocessCfg(size=model.visual.image_size)))
+    return clip.OpenClip(name, model, open_clip.get_tokenizer(name), preprocess, device, dtype)
 
 
 def on_device(state: Any, device: torch.device) -> Any:
@@ -157,7 +157,7 @@ def on_device(state: Any, device: torch.device) -> Any:
 
 
 def step(bench: Bench) -> None:
-    """The adaptation alone, queues full: the plain step, the captured one, and that of DPE's own kernels."""
+    """The adaptation alone with full queues: the plain step, the captured one, and DPE's kernels."""
     dim = 32 if bench.quick else 512
     task, images, _ = tt.toy(classes=bench.classes, dim=dim, images=16, views=bench.views)
     state = on_device(full_state(tt.make_method("dpe"), task, images), bench.device)
@@ -166,14 +166,14 @@ def step(bench: Bench) -> None:
     for name in bench.methods:
         method = tt.make_method(name)
         start = state if name == "dpe" else method.init(task)
-        ways: dict[str, Callable[..., Any]] = {"captured": graph.Stepper} if bench.gpu else {"stepper": open_stepper}
+        makers: dict[str, Callable[..., Any]] = {"captured": graph.Stepper} if bench.gpu else {"stepper": open_stepper}
         if bench.gpu and fast_of(task, method):
-            ways["own kernels, captured"] = kernels_of_dpe.Stepper
+            makers["own kernels, captured"] = kernels_of_dpe.Stepper
         with torch.inference_mode():
             bench.note("step", f"{name}, plain", bench.ms(partial(method.scan, task, start, images)) / len(images))
             expected, _ = method.scan(task, start, images)
-            for way, made in ways.items():
-                kind, stepper = f"{name}, {way}", made(task, [method], [start])
+            for label, make in makers.items():
+                kind, stepper = f"{name}, {label}", make(task, [method], [start])
                 prepared, _ = bench.seconds(partial(stepper.warm_up, bench.views))
                 bench.note("step", f"{kind}: seconds to prepare", prepared, "s")
                 apart = float((stepper.scan(images)[0] - expected).abs().max())
@@ -188,7 +188,7 @@ def step(bench: Bench) -> None:
         for _ in range(20):
             visual @ text.T, square.T @ visual, square @ text
 
-    bench.note("step", "dpe: the three products alone", bench.ms(three) / 20)  # the alignment's, however it is written
+    bench.note("step", "dpe: the three products alone", bench.ms(three) / 20)  # those of the alignment, a lower bound
 
 
 def encoder(bench: Bench, name: str = "ViT-B-16", stage: str = "encoder") -> None:
@@ -208,14 +208,14 @@ def encoder(bench: Bench, name: str = "ViT-B-16", stage: str = "encoder") -> Non
 
 
 def float8(bench: Bench) -> None:
-    """The encoder's large products in 8 bits, which is off by default: what it gives, and what it costs."""
+    """The encoder's large products in 8 bits, which is off by default: its speed and its error."""
     plain = random_encoder("tiny" if bench.quick else "ViT-B-16", bench.device, torch.bfloat16)
     exact = random_encoder("tiny" if bench.quick else "ViT-B-16", bench.device, torch.float32)
-    peeking, count = plain.preprocess, 4 * bench.views
-    views = [pillow_views(photograph(number), bench.views, peeking, seed=0, index=number) for number in range(4)]
-    shift, gain = (torch.tensor(x)[:, None, None] for x in (peeking.mean, peeking.std))
+    preprocess, count = plain.preprocess, 4 * bench.views
+    views = [pillow_views(photograph(number), bench.views, preprocess, seed=0, index=number) for number in range(4)]
+    shift, gain = (torch.tensor(x)[:, None, None] for x in (preprocess.mean, preprocess.std))
     grey = (255 * (torch.cat(views) * gain + shift)).round().to(bench.device)
-    truth = exact.encode_images(gpu_views.normalise(grey, peeking, torch.float32))
+    truth = exact.encode_images(gpu_views.normalise(grey, preprocess, torch.float32))
     bench.note("float8", "1 - cosine of two images' features, mean", float(1 - (truth @ truth.T).mean()), "")
     for plain.float8, name in ((False, "bfloat16"), (True, "float8")):
         captured = Compiled(plain, count)
@@ -227,23 +227,24 @@ def float8(bench: Bench) -> None:
 
 
 def views(bench: Bench) -> None:
-    """Making the views of one image: drawing, crops, AugMix, and Pillow's way; and how far the two are apart."""
-    peeking = bench.encoder("ViT-B-16").preprocess
+    """Making the views of one image: random parameters, crops, AugMix; the same with Pillow, and the difference."""
+    preprocess = bench.encoder("ViT-B-16").preprocess
     image = photograph(0)
     picture = gpu_views.as_picture(image).to(bench.device)
     for augmix in (False, True):
         name = "AugMix" if augmix else "crops"
         options = dict(seed=0, index=5, augmix=augmix)
-        drawing = partial(draw, image.size, bench.views, peeking.size, **options)
+        drawing = partial(draw, image.size, bench.views, preprocess.size, **options)
         bench.note("views", f"{name}: drawing what is random", bench.ms(drawing))
-        make = partial(gpu_views.grey_views, [picture], [drawing()], peeking)
+        make = partial(gpu_views.grey_views, [picture], [drawing()], preprocess)
         bench.note("views", f"{name}: one image", bench.ms(make))
-        four = partial(gpu_views.grey_views, [picture] * 4, [drawing()] * 4, peeking)
+        four = partial(gpu_views.grey_views, [picture] * 4, [drawing()] * 4, preprocess)
         bench.note("views", f"{name}: four images, each", bench.ms(four) / 4)
         if bench.gpu:
             bench.profiled[f"views, {name}"] = make
-        by_pillow = partial(pillow_views, image, bench.views, peeking, **options)
-        ours, std = gpu_views.normalise(make()[0].cpu().float(), peeking, torch.float32), torch.tensor(peeking.std)
+        by_pillow = partial(pillow_views, image, bench.views, preprocess, **options)
+        ours = gpu_views.normalise(make()[0].cpu().float(), preprocess, torch.float32)
+        std = torch.tensor(preprocess.std)
         apart = (ours - by_pillow()).mul(255 * std[:, None, None]).abs().flatten(1).mean(1)
         bench.note("views", f"{name}: mean difference from Pillow", float(apart.mean()), "grey levels")
         bench.note("views", f"{name}: largest mean difference of a view", float(apart.max()), "levels")
@@ -251,7 +252,7 @@ def views(bench: Bench) -> None:
 
 
 def decode(bench: Bench) -> None:
-    """Reading JPEG files: Pillow in one thread, and in as many as a stream has."""
+    """Reading JPEG files: Pillow in one thread, and in as many threads as a stream uses."""
     files = bench.photographs()
     bench.note("decode", "bytes of a file", os.path.getsize(files[0]), "")
     for label, each in (("one thread", map), (f"{READERS} threads", workers(READERS).map)):
@@ -289,7 +290,7 @@ def paced(bench: Bench, session: tt.Session, sources: list[Any]) -> float:
 
 
 def full_queues(method: Any, task: Task) -> Any:
-    """A state with every queue full, of features near their class."""
+    """A state with full queues, of features near their class."""
     state = method.init(task)
     keys = ops.unit(task.text[:, None] + 0.05 * torch.randn_like(state.queue.keys))
     cost = torch.full_like(state.queue.cost, 1e-3)
@@ -297,7 +298,7 @@ def full_queues(method: Any, task: Task) -> Any:
 
 
 def agreement(bench: Bench, stage: str, kind: str, plain: Any, images: list[Any], augmix: bool) -> None:
-    """How near the features of a stream are to those by Pillow and the plain encoder."""
+    """The cosine of a stream's features to those of Pillow and the plain encoder."""
     ours = [entry.features for entry in stream(plain, images, ViewPlan(bench.views, augmix))]
     theirs = [
         plain.encode_images(pillow_views(image, bench.views, plain.preprocess, seed=0, index=index, augmix=augmix))
@@ -325,7 +326,7 @@ def released(bench: Bench) -> None:
 
 
 def commands(bench: Bench) -> None:
-    """What a user types: processes of their own. In small, caches are those of this machine: compiling takes long."""
+    """Whole commands, each in its own process. --quick uses the machine's own caches, as compiling takes long."""
     sizes = {"images": 56, "stored": 20} if bench.quick else {"images": 600, "stored": 5000}
     model = "tiny" if bench.quick else "ViT-B-16"
     options = argparse.Namespace(
@@ -349,7 +350,7 @@ def commands(bench: Bench) -> None:
 
 
 def kernels(bench: Bench) -> None:
-    """Which kernels take the time of a call, by the profiler, in microseconds; last, as profilers may crash."""
+    """The time of each kernel of a call, from the profiler, in microseconds; runs last, as profilers may crash."""
     for name, call in bench.profiled.items():
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             call()
@@ -367,7 +368,7 @@ STAGES: dict[str, Callable[[Bench], None]] = {
 }
 
 
-# what one H200 should reach with 1000 classes and 64 views: stage, entry, at most
+# targets for one H200 with 1000 classes and 64 views: stage, entry, maximum
 TARGETS = (
     ("step", "dpe, own kernels, captured", 0.1),
     ("encoder", "ViT-B-16, 64 views", 5.6),
@@ -383,7 +384,7 @@ TARGETS = (
 
 
 def compare(bench: Bench) -> None:
-    """Print what was measured beside what should be reached, last, where a cut-off log still shows it."""
+    """Print the measurements beside their targets; last, so that a truncated log still shows them."""
     results = bench.report["results"]
     rows = [(name, results[stage][name], most) for stage, name, most in TARGETS if name in results.get(stage, {})]
     bench.report["targets"] = [{"entry": name, "measured": value, "at most": most} for name, value, most in rows]
@@ -391,8 +392,8 @@ def compare(bench: Bench) -> None:
         print(f"  {'reached' if value <= most else 'MISSED':>7} {value:9.3f} of {most:g}  {name}")
 
 
-def picture(report: dict[str, Any]) -> str:
-    """The measured milliseconds as bars, in SVG."""
+def chart(report: dict[str, Any]) -> str:
+    """The measured milliseconds as an SVG bar chart."""
     bars = [
         (f"{stage}: {name}", value)
         for stage, entries in report["results"].items()
@@ -411,7 +412,7 @@ def picture(report: dict[str, Any]) -> str:
         lines.append(f'<rect x="450" y="{y}" width="{width:.1f}" height="14" fill="#4269d0"/>')
         lines.append(f'<text x="{456 + width:.1f}" y="{y + 11}">{value:.3g} ms</text>')
     height = 60 + 20 * len(bars)
-    title = f"Milliseconds per image, {report['machine']['device']}; the bars' scale is logarithmic"
+    title = f"Milliseconds per image, {report['machine']['device']}; logarithmic scale"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="940" height="{height}" '
         'font-family="sans-serif" font-size="11">'
@@ -423,18 +424,18 @@ def picture(report: dict[str, Any]) -> str:
 
 def options_of(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="JSON file, written anew after every stage")
+    parser.add_argument("--out", type=Path, help="JSON file, rewritten after every stage")
     parser.add_argument("--svg", type=Path)
     parser.add_argument("--stages", default=",".join(STAGES))
-    parser.add_argument("--methods", default="dpe", help="whose steps are timed, as in dpe,tda,tps,dmn")
+    parser.add_argument("--methods", default="dpe", help="methods whose steps are timed, such as dpe,tda,tps,dmn")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--images", type=int, default=250, help=f"length of the streams, {FIRST} of them not timed")
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--quick", action="store_true", help="tiny shapes, to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, as a smoke test")
     options = parser.parse_args(arguments)
     unknown = sorted(set(options.stages.split(",")) - set(STAGES))
     if unknown:
-        parser.error(f"unknown stages {', '.join(unknown)}; there are {', '.join(STAGES)}")
+        parser.error(f"unknown stages {', '.join(unknown)}; available: {', '.join(STAGES)}")
     if options.images < FIRST + 2:
         parser.error(f"--images {options.images}: at least {FIRST + 2} are needed")
     return options

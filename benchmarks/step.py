@@ -1,17 +1,17 @@
-"""Milliseconds per DPE step on the CPU, from cached features, all in one run.
+"""Milliseconds per DPE step on the CPU, from stored features, all in one run.
 
     python benchmarks/step.py [--views 64] [--repeats 30] [--json FILE]
 
-bound     the three C x C x D matrix products that the alignment loss needs: similarities, and their gradients by
-          text and by image
-ours      a step of the fastest stepper, where every image changes the prototypes, so that nothing can be kept
-kept      the same where no image changes them: the products of the step before are still right
-lambda 0  ours without the alignment loss, every image changing the text prototypes
+bound     the three C x C x D matrix products that the alignment loss needs: similarities, and their gradients with
+          respect to text and image
+ours      a step of the fastest stepper, if every image changes the prototypes, so that nothing can be reused
+kept      the same if no image changes them: the products of the previous step are still valid
+lambda 0  ours without the alignment loss, with every image changing the text prototypes
 plain     the method's own step, which returns a new state (`--reference`)
 autograd  the same with residuals as parameters, a backward pass and torch's AdamW
-released  the way of the released code: a dictionary of lists, a Python loop over classes, autograd
+released  the approach of the released code: a dictionary of lists, a Python loop over classes, autograd
 
-They take turns, and medians are printed, so that the ratios hold on a shared machine even where milliseconds do not.
+They take turns, and medians are printed, so that the ratios hold on a shared machine even if milliseconds do not.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from testtime.methods.dpe import DPE, State
 from testtime.steppers import open_stepper
 from testtime.types import Task
 
-TURN = 8  # steps in a row
+TURN = 8  # steps per turn
 
 
 def full_state(method: DPE, task: Task, stream: Tensor) -> State:
     """A state far into a stream: every class has seen fifty of its images, so every queue is full.
 
-    A queue holds the lowest of fifty entropies near those of the stream, as after ImageNet's 50,000 images.
+    A queue holds the lowest of fifty entropies close to those of the stream, as after ImageNet's 50,000 images.
     """
     noise = torch.Generator().manual_seed(1)
     state = method.init(task)
     keys = ops.unit(task.text[:, None] + 0.05 * torch.randn(state.queue.keys.shape, generator=noise))
     entropies = torch.stack([method.step(task, state, views)[1].queue.cost.min() for views in stream])
     drawn = entropies[torch.randint(len(entropies), (task.classes, 50), generator=noise)]
-    cost = 1.1 * drawn.sort(dim=1).values[:, : method.queue]  # near: equal ones would be told apart by rounding alone
+    cost = 1.1 * drawn.sort(dim=1).values[:, : method.queue]  # not equal: rounding would decide between equals
     return state._replace(queue=state.queue._replace(keys=keys, cost=cost), visual=keys.mean(1))
 
 
@@ -72,17 +72,17 @@ def autograd_step(method: DPE, task: Task, state: State, views: Tensor) -> tuple
         optimiser.step()
         return ops.unit(text + d_text.detach()), ops.unit(visual + d_visual.detach())
 
-    twin = DPE()
-    object.__setattr__(twin, "_learn", learn)  # everything but the residual learning is shared
-    return twin.step(task, state, views)
+    by_autograd = DPE()
+    object.__setattr__(by_autograd, "_learn", learn)  # everything but the residual learning is shared
+    return by_autograd.step(task, state, views)
 
 
 def medians(turns: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Median milliseconds of a step of each; they take turns of `TURN` steps, as a stream is many steps in a row."""
+    """Median milliseconds per step of each; they take turns of `TURN` steps, as a stream is many steps in a row."""
     times: dict[str, list[float]] = {name: [] for name in turns}
     for _ in range(repeats):
         for name, call in turns.items():
-            call()  # whatever ran before has emptied the caches
+            call()  # warms the CPU caches after the previous contender
             start = time.perf_counter()
             call()
             times[name].append(1000 * (time.perf_counter() - start) / TURN)
@@ -94,18 +94,18 @@ def measure(classes: int, dim: int, views: int, repeats: int) -> dict[str, float
     method = DPE()
     state = full_state(method, task, stream)
     for image in stream[:4]:
-        ours, _ = method.step(task, state, image)
-        plain, _ = autograd_step(method, task, state, image)
-        twin, _ = open_stepper(task, [method], [state]).step(image)
-        torch.testing.assert_close(ours, plain, atol=1e-3, rtol=0)  # the three must be the same step
-        torch.testing.assert_close(ours, twin[0], atol=1e-3, rtol=0)
+        plain, _ = method.step(task, state, image)
+        autograd, _ = autograd_step(method, task, state, image)
+        fast, _ = open_stepper(task, [method], [state]).step(image)
+        torch.testing.assert_close(plain, autograd, atol=1e-3, rtol=0)  # the three must be the same step
+        torch.testing.assert_close(plain, fast[0], atol=1e-3, rtol=0)
     text, visual, square = task.text, state.visual, torch.rand(classes, classes)
     released = ReleasedLoop(Identity(), text, autocast=False)
     released.fill()
 
-    def along(settings: dict[str, float]) -> Callable[[], object]:
-        twin, chunks = open_stepper(task, [DPE(**settings)], [state]), cycle(stream.split(TURN))
-        return lambda: twin.scan(next(chunks))
+    def fast_steps(settings: dict[str, float]) -> Callable[[], object]:
+        stepper, chunks = open_stepper(task, [DPE(**settings)], [state]), cycle(stream.split(TURN))
+        return lambda: stepper.scan(next(chunks))
 
     def steps(call: Callable[[], object]) -> Callable[[], object]:
         return lambda: [call() for _ in range(TURN)]
@@ -120,9 +120,9 @@ def measure(classes: int, dim: int, views: int, repeats: int) -> dict[str, float
     images = cycle(stream)
     calls = {
         "bound": steps(lambda: (visual @ text.T, square.T @ visual, square @ text)),
-        "ours": inferring(along({"entropy_threshold": 99.0})),
-        "kept": inferring(along({"entropy_threshold": 0.0})),
-        "lambda 0": inferring(along({"entropy_threshold": 99.0, "align_weight": 0.0})),
+        "ours": inferring(fast_steps({"entropy_threshold": 99.0})),
+        "kept": inferring(fast_steps({"entropy_threshold": 0.0})),
+        "lambda 0": inferring(fast_steps({"entropy_threshold": 99.0, "align_weight": 0.0})),
         "plain": inferring(steps(lambda: method.step(task, state, next(images)))),
         "autograd": steps(lambda: autograd_step(method, task, state, next(images))),
         "released": steps(lambda: released.step(next(images))),
@@ -131,7 +131,7 @@ def measure(classes: int, dim: int, views: int, repeats: int) -> dict[str, float
 
 
 class Identity:
-    """An encoder whose images are features already."""
+    """An encoder whose images are already features."""
 
     def requires_grad_(self, _: bool) -> Identity:
         return self

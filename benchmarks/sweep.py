@@ -1,13 +1,13 @@
-"""A sweep of many settings in one pass against the same settings one by one: time and numbers.
+"""A sweep of many settings in one pass, compared with the same settings one by one: time and results.
 
     python benchmarks/sweep.py [--settings 64] [--classes 100] [--images 1000] [--stream demo] [--json FILE]
 
-Cached features of one view, from a toy stream (D = 512) or, with `--stream demo`, of the packaged photographs. Single
-runs are made in two ways: as commands, `testtime replay` with the setting's numbers on a stored stream, each of which
-starts Python and reads the features (`--no-commands` leaves them out); and as Sessions in this process. `--singles` of
-them are made, spread over the grid, and the sweep is made `--repeats` times in between, since a shared machine drifts;
-times are medians. With one thread, on a GPU, and where steps are so small that a run keeps to one core, all agree bit
-for bit; elsewhere a single run gives several cores to a product, and they agree up to rounding.
+Stored features of one view, from a toy stream (D = 512) or, with `--stream demo`, of the packaged photographs. Single
+runs are done in two ways: as commands, `testtime replay` with the setting's values on a stored stream, each of which
+starts Python and reads the features (`--no-commands` skips them); and as Sessions in this process. `--singles` of them
+are run, spread over the grid, with `--repeats` sweeps in between, since the speed of a shared machine drifts; times are
+medians. With one thread, on a GPU, and if steps are so small that a run uses one core, all agree bit for bit; otherwise
+a single run splits a product over several cores, and they agree up to rounding.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from testtime.encoding.store import save_features
 from testtime.methods.dpe import DPE
 from testtime.types import Task
 
-SHARD = 256  # images that come at a time, as from a feature store
+SHARD = 256  # images per chunk, as from a feature store
 T = TypeVar("T")
 TESTTIME = sys.executable, "-c", "from testtime.cli.app import main; main()"
 
 
 def grid(size: int) -> list[DPE]:
-    """Settings around the released ones: alpha x beta, as in the paper's figure, and as many as asked for."""
+    """`size` settings around the released ones: alpha x beta, as in the paper's figure."""
     pairs = list(product((2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0, 16.0), (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0)))
     return [DPE(alpha=alpha, beta=beta) for alpha, beta in (pairs * (size // len(pairs) + 1))[:size]]
 
@@ -58,10 +58,10 @@ def replayed(store: Path, method: DPE) -> float:
     return time.perf_counter() - start
 
 
-def timed(work: Callable[..., T], *arguments: Any) -> tuple[float, T]:
-    """Seconds until all that some work asks for is there, and what it gives."""
+def timed(call: Callable[..., T], *arguments: Any) -> tuple[float, T]:
+    """The seconds of a call, including work on the GPU, and its result."""
     start = time.perf_counter()
-    found = work(*arguments)
+    found = call(*arguments)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter() - start, found
@@ -88,32 +88,32 @@ def main() -> None:
     methods = grid(options.settings)
     chosen = list(range(0, len(methods), max(1, len(methods) // options.singles)))
 
-    def run(place: int) -> Tensor:
-        return tt.Session(task, methods[place]).scan(stream)
+    def run(index: int) -> Tensor:
+        return tt.Session(task, methods[index]).scan(stream)
 
     def sweep() -> list[Tensor]:
         return tt.sweep(task, methods, stream.split(SHARD))
 
-    run(0), sweep()  # what is compiled once is not counted; what is captured for every new setting is
+    run(0), sweep()  # one-time compilation is not counted; capturing, which every new setting needs, is
     with tempfile.TemporaryDirectory() as folder:
         store = save(task, stream, Path(folder)) if task.text.is_cpu and options.commands else None
         alone: dict[int, Tensor] = {}
         singles, commands, sweeps = [], [], []
         for turn in range(options.repeats):
-            for place in chosen[turn :: options.repeats]:
-                seconds, alone[place] = timed(run, place)
+            for index in chosen[turn :: options.repeats]:
+                seconds, alone[index] = timed(run, index)
                 singles.append(seconds)
                 if store is not None:
-                    commands.append(replayed(store, methods[place]))
+                    commands.append(replayed(store, methods[index]))
             seconds, together = timed(sweep)
             sweeps.append(seconds)
     single, swept = statistics.median(singles), statistics.median(sweeps)
     command = statistics.median(commands) if commands else 0.0
 
-    apart = max(float((logits - together[place]).abs().max()) for place, logits in alone.items())
-    alike = sum(int((logits.argmax(1) == together[place].argmax(1)).sum()) for place, logits in alone.items())
+    apart = max(float((logits - together[index]).abs().max()) for index, logits in alone.items())
+    alike = sum(int((logits.argmax(1) == together[index].argmax(1)).sum()) for index, logits in alone.items())
     alike /= sum(map(len, alone.values()))
-    facts = {
+    report = {
         "settings": len(methods),
         "stream": options.stream,
         "classes": task.classes,
@@ -134,17 +134,17 @@ def main() -> None:
     }
     print(
         f"{len(methods)} settings, {options.stream}, C={task.classes}, D={task.dim}, N={len(stream)}, "
-        f"{facts['device']}, {torch.get_num_threads()} threads, torch {torch.__version__}\n"
+        f"{report['device']}, {torch.get_num_threads()} threads, torch {torch.__version__}\n"
         f"one pass: {swept:.2f} s (of {len(sweeps)}, {min(sweeps):.2f} to {max(sweeps):.2f})\n"
         f"one by one in this process: {single * len(methods):.1f} s ({len(chosen)} runs of {single:.3f} s): "
-        f"ratio {facts['ratio_to_single_runs']:.2f}, {facts['ratio_to_one_run']:.2f} times one run"
+        f"ratio {report['ratio_to_single_runs']:.2f}, {report['ratio_to_one_run']:.2f} times one run"
     )
     if store is not None:
-        ratio = facts["ratio_to_commands"]
+        ratio = report["ratio_to_commands"]
         print(f"one by one as commands: {command * len(methods):.1f} s ({command:.2f} s each): ratio {ratio:.2f}")
-    print(f"largest difference of a logit {apart:.1e}, predictions alike {100 * alike:.2f}%")
+    print(f"largest difference of a logit {apart:.1e}, equal predictions {100 * alike:.2f}%")
     if options.json:
-        options.json.write_text(json.dumps(facts, indent=1) + "\n")
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""`testtime run` on the CPU against a plain zero-shot loop with open_clip, over the same files in the same run.
+"""`testtime run` on the CPU, compared with a plain zero-shot loop with open_clip over the same files in the same run.
 
     python benchmarks/zero_shot_loop.py [FOLDER] [--model ViT-B-32] [--images 200] [--json FILE] [--quick]
 
-Random weights, one view, photographs of the folder or made up. Times are milliseconds per image after the first 10, so
-loading is left out of both. The plain loop opens a file with Pillow, applies open_clip's preprocessing, encodes one
-image at a time with all threads and takes the softmax; "batches of 16" encodes so many together, for information. They
-take turns with `testtime run`, whose rows are timed as they come and which adapts besides; medians are printed.
+Random weights, one view, photographs of the folder or synthetic ones. Times are milliseconds per image after the first
+10, so loading is excluded from both. The plain loop opens a file with Pillow, applies open_clip's preprocessing,
+encodes one image at a time with all threads and takes the softmax; "batches of 16" encodes 16 at once, for comparison.
+They take turns with `testtime run`, which also adapts and whose rows are timed as they arrive; medians are printed.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ CLASSES = tuple(f"thing {number:04d}" for number in range(100))
 
 
 def per_image(times: list[float], first: int, together: int = 1) -> float:
-    """Milliseconds per image of the moments at which each answer, or batch of them, was there."""
+    """Milliseconds per image, from the times at which each answer, or batch of answers, arrived."""
     rest = times[-(-first // together) :]
     return 1000 * (rest[-1] - rest[0]) / (len(rest) - 1) / together
 
 
 class Plain:
-    """A zero-shot classifier as open_clip's own page writes it."""
+    """A zero-shot classifier as in open_clip's documentation."""
 
     def __init__(self, encoder: Any) -> None:
         self.model = encoder.model
@@ -54,22 +54,22 @@ class Plain:
         self.text = encoder.encode_texts([f"a photo of a {name}." for name in CLASSES])
 
     def loop(self, files: list[Path], together: int = 1) -> tuple[list[float], list[int]]:
-        """When each batch was answered, and the answers."""
+        """The time of each batch, and the answers."""
         times, answers = [], list[int]()
         with torch.inference_mode():
             for start in range(0, len(files), together):
                 pixels = [self.preprocess(Image.open(file).convert("RGB")) for file in files[start : start + together]]
-                answers += self._chances(torch.stack(pixels)).argmax(1).tolist()
+                answers += self._probabilities(torch.stack(pixels)).argmax(1).tolist()
                 times.append(time.perf_counter())
         return times, answers
 
-    def _chances(self, pixels: Tensor) -> Tensor:
+    def _probabilities(self, pixels: Tensor) -> Tensor:
         features = normalize(self.model.encode_image(pixels), dim=-1)
         return (self.model.logit_scale.exp() * features @ self.text.T).softmax(-1)
 
 
 def run(folder: Path, encoder: str, listing: Path) -> tuple[list[float], list[str]]:
-    """When each row of `testtime run` came, and its zero-shot answers."""
+    """The arrival time of each row of `testtime run`, and its zero-shot answers."""
     names = folder / "classes.txt"
     names.write_text("\n".join(CLASSES) + "\n")
     words = ["run", str(listing), "--encoder", encoder, "--classes-file", str(names), "--device", "cpu"]
@@ -87,16 +87,16 @@ def run(folder: Path, encoder: str, listing: Path) -> tuple[list[float], list[st
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, nargs="?", help="photographs; else they are made up")
+    parser.add_argument("folder", type=Path, nargs="?", help="photographs; default: synthetic ones")
     parser.add_argument("--model", default="ViT-B-32")
     parser.add_argument("--images", type=int, default=200)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--quick", action="store_true", help="the tiny model, to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="the tiny model, as a smoke test")
     options = parser.parse_args(arguments)
     model, images, repeats = ("tiny", 20, 1) if options.quick else (options.model, options.images, options.repeats)
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
         tree = options.folder or photographs(folder / "photographs", 4, images)
         files = sorted(file for file in tree.rglob("*") if file.suffix.lower() in (".jpg", ".jpeg", ".png"))[:images]
         if len(files) < FIRST + 2:
@@ -111,7 +111,7 @@ def main(arguments: list[str] | None = None) -> int:
             found["plain loop"].append(per_image(times, FIRST))
             rows, frozen = run(folder, name, listing)
             found["testtime run"].append(per_image(rows, FIRST))
-            whole = files[: len(files) // BATCH * BATCH]  # a shorter last one would count as much as the others
+            whole = files[: len(files) // BATCH * BATCH]  # a shorter last batch would count as much as the others
             if len(whole) > 2 * BATCH:
                 found[f"batches of {BATCH}"].append(per_image(plain.loop(whole, BATCH)[0], FIRST, BATCH))
     each = {way: statistics.median(times) for way, times in found.items() if times}

@@ -1,6 +1,6 @@
-"""Examples in docstrings become code blocks in the reference.
+"""Turns examples in docstrings into code blocks in the reference.
 
-An extension of griffe, which reads the docstrings: to Markdown `>>>` would be a quotation in a quotation.
+A griffe extension; griffe reads the docstrings. Markdown would render `>>>` as nested quotations.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ EXAMPLE = re.compile(r"(?:^>>> .*\n?(?:^(?!\s*$).*\n?)*)+", re.MULTILINE)
 
 
 class Doctests(griffe.Extension):
-    """Fences every run of lines that starts with `>>>`."""
+    """Puts a code fence around every example that starts with `>>>`."""
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Mend the docstring of one object."""
+        """Rewrite the docstring of one object."""
         if obj.docstring is not None:
             obj.docstring.value = fenced(obj.docstring.value)
 
 
 def fenced(text: str) -> str:
-    """A docstring with its examples in fences, and a drawing that is indented left alone."""
+    """A docstring with its examples in code fences; indented drawings are unchanged."""
     return EXAMPLE.sub(lambda found: f"```pycon\n{found[0].rstrip()}\n```\n", text)

@@ -1,6 +1,6 @@
-"""Equations become MathML while the documentation is built, so that reading it needs no script and no font.
+"""Converts equations to MathML when the documentation is built, so that the pages need no script and no font.
 
-A hook of mkdocs: `pymdownx.arithmatex` marks the equations, and here they are converted.
+A hook of mkdocs: `pymdownx.arithmatex` marks the equations, and this converts them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def on_page_content(content: str, **_: Any) -> str:
 
 
 def mathml(latex: str, display: str) -> str:
-    """One equation, with its source as the text for those who listen."""
+    """One equation, with its source as the label for screen readers."""
     source = html.unescape(latex).strip()
     rendered = convert(source, display=display)
     return rendered.replace("<math ", f'<math aria-label="{html.escape(source)}" ', 1)

@@ -1,4 +1,4 @@
-"""Make the features that `testtime demo` comes with, from a copy of Caltech101.
+"""Encode the features that ship with `testtime demo`, from a copy of Caltech101.
 
     python scripts/make_demo.py ../shared/data/caltech-101
 

@@ -1,12 +1,12 @@
-"""What the documents tell people to type: code runs, and so do commands, on a tiny encoder and made-up photographs.
+"""Code and commands in the documentation run, with a tiny encoder and synthetic photographs.
 
-Code of a page runs from top to bottom in one namespace, in a folder with everything that the pages speak of. What
-cannot run here says so in the page, in a comment before the block, with the reason:
+The code of a page runs from top to bottom in one namespace, in a folder with all files that the pages mention. Blocks
+that cannot run here are marked in the page, in a comment before the block, with the reason:
 
     <!-- compiled only: needs the benchmarks -->
     <!-- parsed only: takes minutes on real photographs -->
 
-The plug-ins that `docs/extend.md` shows, in blocks with the name of a file, are installed by the entry points it shows.
+The plug-ins in `docs/extend.md`, in blocks with a file name, are installed with the entry points given there.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ class Block(NamedTuple):
 
     @property
     def commands(self) -> list[list[str]]:
-        """The `testtime` commands of a block of shell, as words."""
+        """The `testtime` commands of a shell block, as lists of words."""
         lines = self.body.replace("\\\n", " ").splitlines()
         words = [shlex.split(line.removeprefix("$ "), comments=True) for line in lines]
         return [line[1:] for line in words if line[:1] == ["testtime"]]
 
 
 def blocks(page: Path) -> list[Block]:
-    """The fenced blocks of a page, in order, at their own indentation."""
+    """The fenced blocks of a page, in order, without their indentation."""
     found = []
     for match in FENCE.finditer(page.read_text()):
         body = re.sub(f"^{match['indent']}", "", match["body"], flags=re.MULTILINE)
@@ -76,9 +76,9 @@ def names(page: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with everything that the pages speak of."""
-    folder = tmp_path_factory.mktemp("stock")
+def example_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with all files that the pages mention."""
+    folder = tmp_path_factory.mktemp("examples")
     noise = np.random.default_rng(0)
     for part in ("photos", "tomorrow", "train"):
         for name in CLASSES:
@@ -96,22 +96,22 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for path in photos:
         name, number = path.split("/")[1:]
         shutil.copy(folder / path, folder / "collection" / "herd" / "test" / f"{name}_{number}")
-    # what the first hour has left behind, for pages that go on from there
+    # the results of the first hour, for pages that continue from there
     with pytest.MonkeyPatch.context() as patch:
-        sit_down(patch, folder)
+        set_up(patch, folder)
         call(["encode", "photos/", "--classes", "cat,dog,fox", "--views", "8", "--out", "photos.safetensors"])
         call(["run", "photos/", "--classes", "cat,dog,fox", "--out", "first.csv", "--save", "pets.safetensors"])
     return folder
 
 
 @pytest.fixture
-def desk(stock: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The current folder is a copy of the stock."""
-    sit_down(monkeypatch, shutil.copytree(stock, tmp_path / "desk"))
+def workdir(example_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The current folder is a copy of the example files."""
+    set_up(monkeypatch, shutil.copytree(example_files, tmp_path / "workdir"))
 
 
-def sit_down(patch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Work in a folder, where plug-ins are installed, and every encoder that is none of theirs is the tiny one."""
+def set_up(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Change into a folder, install the plug-ins, and replace every encoder that is not a plug-in by the tiny one."""
     load = testtime.encoding.encoders.load_encoder
     patch.chdir(folder)
     for file in FILE.finditer(EXTEND.read_text()):
@@ -120,19 +120,19 @@ def sit_down(patch: pytest.MonkeyPatch, folder: Path) -> None:
     points = entry_points()
     patch.setattr(registry, "entry_points", lambda group: [point for point in points if point.group == group])
 
-    def under_that_name(name: str, device: str = "cpu", dtype: object = None) -> object:
+    def tiny_under_that_name(name: str, device: str = "cpu", dtype: object = None) -> object:
         if name in testtime.encoding.encoders.ENCODERS.plug_ins():
             return load(name, device)
         encoder = load("tiny")
         encoder.name = name
         return encoder
 
-    patch.setattr(testtime.encoding.encoders, "load_encoder", under_that_name)
+    patch.setattr(testtime.encoding.encoders, "load_encoder", tiny_under_that_name)
     patch.setenv("COLUMNS", "120")
 
 
 def entry_points() -> list[EntryPoint]:
-    """Those that the page on plug-ins shows."""
+    """The entry points in the page on plug-ins."""
     return [
         EntryPoint(name, value, group)
         for block in blocks(EXTEND)
@@ -143,7 +143,7 @@ def entry_points() -> list[EntryPoint]:
 
 
 def call(arguments: list[str]) -> None:
-    """Run one command; any exit code but 0 is a failure."""
+    """Run one command; any exit code other than 0 is a failure."""
     try:
         main(arguments)
     except SystemExit as stop:
@@ -151,7 +151,7 @@ def call(arguments: list[str]) -> None:
 
 
 def parse(arguments: list[str]) -> None:
-    """Hold a command to the options that there are, without running it."""
+    """Check that a command and its options exist, without running it."""
     command, name = typer.main.get_command(app), "testtime"
     words = list(arguments)
     while hasattr(command, "commands"):
@@ -162,7 +162,7 @@ def parse(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize("page", pages_with("python"), ids=names)
-def test_code_in_the_documents_runs(page: Path, desk: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_code_in_the_documents_runs(page: Path, workdir: None, capsys: pytest.CaptureFixture[str]) -> None:
     space = {"__name__": "__main__"}
     for number, block in enumerate(block for block in blocks(page) if block.language == "python"):
         code = compile(block.body, f"{page.name}, block {number}", "exec", dont_inherit=True)
@@ -183,14 +183,14 @@ def test_commands_in_the_documents_exist_with_their_options(page: Path) -> None:
     [p for p in pages_with(*SHELL) if any(b.commands for b in blocks(p) if b.language in SHELL and b.runs)],
     ids=names,
 )
-def test_commands_in_the_documents_run(page: Path, desk: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_in_the_documents_run(page: Path, workdir: None, capsys: pytest.CaptureFixture[str]) -> None:
     for block in blocks(page):
         if block.language in SHELL and block.runs:
             for arguments in block.commands:
                 call(arguments)
 
 
-def test_the_page_on_plug_ins_has_one_of_each_kind_and_all_are_listed(desk: None, capsys) -> None:
+def test_the_page_on_plug_ins_has_one_of_each_kind_and_all_are_listed(workdir: None, capsys) -> None:
     groups = {f"testtime.{kind}": kind for kind in ("methods", "encoders", "datasets", "prompts")}
     assert {point.group for point in entry_points()} == set(groups)
     for point in entry_points():

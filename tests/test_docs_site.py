@@ -1,4 +1,4 @@
-"""The built site: no warnings, nothing from another host, equations and search without a network."""
+"""The built site: no warnings, nothing from other hosts, equations and search work offline."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ for part in ("mkdocs", "material", "mkdocstrings", "latex2mathml"):
 
 
 def script(name: str) -> ModuleType:
-    """One of the programs in scripts/, as a module."""
+    """One of the scripts in scripts/, as a module."""
     found = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
     assert found is not None and found.loader is not None
     module = importlib.util.module_from_spec(found)
@@ -32,7 +32,7 @@ def script(name: str) -> ModuleType:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site, built so that a warning is an error."""
+    """The site, built with warnings as errors."""
     folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder],
@@ -46,7 +46,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Fetched(HTMLParser):
-    """What a browser fetches for a page without being asked: everything but links to follow."""
+    """What a browser fetches when it loads a page: everything but links."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def test_pages_fetch_nothing_from_another_host(site: Path) -> None:
     assert len(files) > 12
     for path in files:
         found = fetched(path.read_text())
-        assert path.suffix == ".css" or found, f"{path.name} fetches nothing at all, which cannot be"
+        assert path.suffix == ".css" or found, f"{path.name} fetches nothing at all, which is impossible"
         assert not outside(found), f"{path.name} fetches {outside(found)}"
 
 

@@ -1,4 +1,4 @@
-"""The page and its picture: what they say, that they hold together, and that they need nothing else."""
+"""The page and its chart: their content, their consistency, and that they are self-contained."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def stream(*curves, classes=20, **others):
 
 
 class Page(HTMLParser):
-    """Which tags a page opens, what it says, and whether every tag is closed in order."""
+    """The tags and the text of a page; checks that every tag is closed in order."""
 
     def __init__(self, text):
         super().__init__()
@@ -58,7 +58,7 @@ class Page(HTMLParser):
 
 
 def points(svg):
-    """The polylines of a standalone picture's curves, as lists of (x, y)."""
+    """The curves of a standalone chart, as lists of (x, y)."""
     lines = [n for n in xml.fromstring(svg).iter(f"{SVG}polyline") if n.get("class").startswith("line")]
     return [[tuple(map(float, pair.split(","))) for pair in line.get("points").split()] for line in lines]
 
@@ -68,8 +68,8 @@ def test_page_says_accuracy_gain_and_time():
     better = Curve("DPE", [True, True, True, False] * 25, 1.234, "alpha=6")
     page = report.html([stream(zero, better)], {"Machine": "2 cores"}, "A page")
     words = Page(page).words
-    said = ["A page", "Pets", "Zero-shot", "DPE", "50.0%", "75.0%", "+25.0", "12.3", "alpha=6", "2 cores"]
-    assert not set(said) - set(words)
+    expected = ["A page", "Pets", "Zero-shot", "DPE", "50.0%", "75.0%", "+25.0", "12.3", "alpha=6", "2 cores"]
+    assert not set(expected) - set(words)
     assert "25 / 0" in words  # corrected, broken
 
 
@@ -129,8 +129,8 @@ def test_curve_is_drawn_where_its_accuracy_is():
     root = xml.fromstring(svg)
     ticks = [node for node in root.iter(f"{SVG}text") if node.get("class") == "tick end"]
     (low_y, low), (high_y, high) = [(float(n.get("y")), float(n.text[:-1])) for n in (ticks[0], ticks[-1])]
-    places = [float(node.get("cy")) for node in root.iter(f"{SVG}circle")]
-    ends = [low + (place - low_y) * (high - low) / (high_y - low_y) for place in places]
+    heights = [float(node.get("cy")) for node in root.iter(f"{SVG}circle")]
+    ends = [low + (y - low_y) * (high - low) / (high_y - low_y) for y in heights]
     assert ends == pytest.approx([100, 75], abs=0.05)
     first, last = points(svg)[-1][0], points(svg)[-1][-1]
     assert first[0] < last[0]  # time runs to the right
@@ -162,9 +162,9 @@ def test_image_ticks_and_samples_stay_within_the_stream(images):
 def test_labels_keep_apart_in_order_and_inside(seed):
     draw = random.Random(seed)
     wanted = sorted(draw.choice([50, 55, draw.uniform(0, 300)]) for _ in range(draw.randint(1, 14)))
-    places = chart.spread_out(wanted, 17, 0, 300)
-    assert all(b - a >= 17 - 1e-9 for a, b in zip(places, places[1:], strict=False))
-    assert places[0] >= -1e-9 and places[-1] <= 300 + 1e-9
+    positions = chart.spread_out(wanted, 17, 0, 300)
+    assert all(b - a >= 17 - 1e-9 for a, b in zip(positions, positions[1:], strict=False))
+    assert positions[0] >= -1e-9 and positions[-1] <= 300 + 1e-9
 
 
 def test_labels_with_room_are_not_moved():

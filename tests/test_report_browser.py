@@ -1,4 +1,4 @@
-"""The page in a real browser: quiet, self-sufficient, and readable on a desk and on a phone."""
+"""The page in a real browser: no console output, self-contained, and readable on a desktop and on a phone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if CHROMIUM is None:
 SIZES = [(1280, 900), (390, 844)]
 
 
-def pictures(folder, number):
+def images(folder, number):
     from PIL import Image
 
     paths = []
@@ -31,13 +31,13 @@ def pictures(folder, number):
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
-    """A page of a stream with labels and every part, and one of a folder without labels."""
+    """A page of a labelled stream with every part, and one without labels."""
     from dataclasses import replace
 
     folder = tmp_path_factory.mktemp("pages")
     task, stream, labels = tt.toy(classes=14, images=120, views=1)
     task = tt.Task(task.text, tuple(f"a rather long class name {c}" for c in range(task.classes)), task.scale)
-    paths = pictures(folder, 120)
+    paths = images(folder, 120)
     full: StreamReport = stream_report(task, stream, labels, ["tda", "dpe"], images=paths, snapshots=[50, 120])
     full = replace(
         full,
@@ -65,7 +65,7 @@ def browser():
 
 @pytest.fixture
 def visit(browser, pages):
-    """Opens a page, and holds it to saying nothing on the console and asking for nothing else."""
+    """Opens a page, and checks that it logs nothing to the console and requests nothing else."""
     opened, problems = [], []
 
     def go(name, size=SIZES[0], **options):
@@ -142,7 +142,7 @@ def test_light_and_dark_have_colours_of_their_own(visit):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_numbers_on_coloured_cells_can_be_read(visit, scheme):
     page = visit("full", color_scheme=scheme)
-    # the browser paints each cell's two colours on one pixel, whatever notation it computes them in
+    # the browser paints each cell's two colours on one pixel, whatever colour notation it uses
     ratios = page.evaluate("""() => {
         const dot = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
         const light = (colour) => {
@@ -166,5 +166,5 @@ def test_every_chart_has_words_and_its_numbers(visit):
 
 def test_the_scores_fit_on_a_phone(visit):
     page = visit("full", SIZES[1])
-    room, needed = page.evaluate("(e => [e.clientWidth, e.scrollWidth])(document.querySelector('.scores').parentNode)")
-    assert needed <= room
+    width, needed = page.evaluate("(e => [e.clientWidth, e.scrollWidth])(document.querySelector('.scores').parentNode)")
+    assert needed <= width

@@ -14,7 +14,7 @@ from testtime.types import Preprocess
 
 
 class Colour:
-    """An encoder whose feature of an image is its mean colour."""
+    """An encoder that uses the mean colour of an image as its feature."""
 
     name, dim, scale, preprocess = "colour", 3, 100.0, Preprocess(size=8, resize=8)
 
@@ -40,8 +40,8 @@ def run(capsys, *words):
         main(["report", *map(str, words)])
     except SystemExit as stop:
         code = stop.code or 0
-    said = capsys.readouterr()
-    return code, said.out, said.err
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
 
 
 def test_it_writes_a_page_with_the_command_that_makes_it_again(store, tmp_path, capsys):
@@ -78,9 +78,9 @@ def test_a_sweep_over_two_settings_is_a_heat_map_and_over_one_a_line(store, tmp_
 def test_without_labels_it_shows_what_changed(tmp_path, capsys):
     task, stream, _ = tt.toy(images=60, views=1)
     path = tt.save_features(tmp_path / "bare.safetensors", stream, task.text)
-    code, _, said = run(capsys, path, "--out", tmp_path / "page.html", "--no-map")
+    code, _, err = run(capsys, path, "--out", tmp_path / "page.html", "--no-map")
     text = (tmp_path / "page.html").read_text()
-    assert code == 0 and "60 images" in said
+    assert code == 0 and "60 images" in err
     assert "What changed" in text and "unknown which of the two is correct" in text and "Accuracy so far" not in text
 
 
@@ -102,12 +102,12 @@ def test_images_come_from_the_store_or_from_a_folder(tmp_path, capsys):
         code, _, _ = run(capsys, store.path, "--no-map", "--out", tmp_path / "page.html", *words)
         assert code == 0 and "data:image/jpeg;base64," in (tmp_path / "page.html").read_text()
     (photos / "7.png").unlink()
-    code, _, said = run(capsys, store.path, "--images", photos)
-    assert code == 2 and "6 images for features of 7" in " ".join(said.split())
+    code, _, err = run(capsys, store.path, "--images", photos)
+    assert code == 2 and "6 images for features of 7" in " ".join(err.split())
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--methods", ","], "--methods is empty"),
         (["--methods", "dpee"], "Did you mean 'dpe'"),
@@ -122,9 +122,9 @@ def test_images_come_from_the_store_or_from_a_folder(tmp_path, capsys):
         (["--images", "nowhere"], "nowhere"),
     ],
 )
-def test_wrong_options_are_said_in_a_line(store, tmp_path, capsys, words, said):
+def test_wrong_options_are_reported_in_a_line(store, tmp_path, capsys, words, message):
     code, _, err = run(capsys, store, "--out", tmp_path / "page.html", *words)
-    assert code == 2 and said in " ".join(err.split()) and "Traceback" not in err
+    assert code == 2 and message in " ".join(err.split()) and "Traceback" not in err
     assert not (tmp_path / "page.html").exists()
 
 

@@ -1,4 +1,4 @@
-"""From features to a report: what is run, matched and kept."""
+"""From features to a report: what is run, matched and stored."""
 
 from __future__ import annotations
 
@@ -86,17 +86,17 @@ def test_the_map_is_one_for_all_moments_and_the_same_every_time(toy):
     task, stream, labels = toy
     first, second = (stream_report(task, stream, labels, ["dpe"], snapshots=[60, 120]).queues for _ in range(2))
     assert first == second and first.placed
-    places = [{e.image: (e.x, e.y) for e in snapshot.entries} for snapshot in first.snapshots]
-    both = set(places[0]) & set(places[1])
-    assert both and all(places[0][image] == places[1][image] for image in both)
+    positions = [{e.image: (e.x, e.y) for e in snapshot.entries} for snapshot in first.snapshots]
+    both = set(positions[0]) & set(positions[1])
+    assert both and all(positions[0][image] == positions[1][image] for image in both)
 
 
 def test_neighbours_by_cosine_are_neighbours_on_the_map():
     pytest.importorskip("sklearn")
     noise = torch.Generator().manual_seed(0)
     centres = torch.eye(3, 16).repeat_interleave(10, 0)
-    places = torch.tensor(queue_maps.tsne(centres + 0.02 * torch.randn(30, 16, generator=noise), seed=0))
-    nearest = (torch.cdist(places, places) + 1e9 * torch.eye(30)).argmin(1)
+    positions = torch.tensor(queue_maps.tsne(centres + 0.02 * torch.randn(30, 16, generator=noise), seed=0))
+    nearest = (torch.cdist(positions, positions) + 1e9 * torch.eye(30)).argmin(1)
     assert torch.equal(nearest // 10, torch.arange(30) // 10)
 
 

@@ -1,4 +1,4 @@
-"""The parts of a page beyond the curves: what they count, and what they refuse."""
+"""The parts of a page besides the curves: what they count, and what they reject."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def random_stream(images=200, classes=30, seed=0, **others):
 
 
 class Balanced(HTMLParser):
-    """A page whose tags close in order, and its words."""
+    """The tags and the text of a page; checks that every tag is closed in order."""
 
     def __init__(self, text):
         super().__init__()
@@ -104,9 +104,9 @@ class Balanced(HTMLParser):
 
 def test_every_part_is_in_the_page_and_its_tags_close():
     page = Balanced(report.html([random_stream()], {"a": "b"}, "t"))
-    said = " ".join(page.words)
+    text = " ".join(page.words)
     for heading in ("Confusion matrix", "Calibration", "Contents of the queues of dpe", "Effect of the settings"):
-        assert heading in said
+        assert heading in text
     assert "dpe: alpha" in page.words and "6.0" in page.words  # every setting
 
 
@@ -246,9 +246,9 @@ def test_snapshots_share_one_map():
     page = queue_map.queue_map(
         folder([0, 1, 1], [0, 1, 1], queues=QueueMap("dpe", [Snapshot(2, entries[:2]), Snapshot(3, entries)])), 1
     )
-    places = re.findall(r'data-x="([\d.]+)" data-y="([\d.]+)"', page)
-    assert places[0] == places[2] and places[1] == places[3]
-    assert all(0 < float(value) < queue_map.SIDE for place in places for value in place)
+    positions = re.findall(r'data-x="([\d.]+)" data-y="([\d.]+)"', page)
+    assert positions[0] == positions[2] and positions[1] == positions[3]
+    assert all(0 < float(value) < queue_map.SIDE for position in positions for value in position)
 
 
 def test_queues_without_places_are_listed_and_not_drawn():
@@ -260,8 +260,8 @@ def test_queues_without_places_are_listed_and_not_drawn():
 def test_names_on_a_map_do_not_cover_each_other():
     draw = random.Random(3)
     entries = [Queued(c, 0, 0, 0) for c in range(200) for _ in range(2)]
-    places = [(draw.uniform(20, 400), draw.uniform(20, 400)) for _ in entries]
-    named = queue_map._names([f"a long name {c}" for c in range(200)], entries, places)
+    positions = [(draw.uniform(20, 400), draw.uniform(20, 400)) for _ in entries]
+    named = queue_map._names([f"a long name {c}" for c in range(200)], entries, positions)
     spots = [tuple(map(float, re.search(r'x="([\d.]+)" y="([\d.]+)"', text).groups())) for text in named]
     assert 3 < len(spots) <= queue_map.NAMED
     for i, (x, y) in enumerate(spots):
