@@ -1,4 +1,4 @@
-"""A method's own steps, one after another: what every other stepper is held to."""
+"""A method's own steps, one after another: the reference for every other stepper."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from testtime.steppers import Stepper, aligned, aligned_state, example, rows_aligned
+from testtime.steppers import Stepper, aligned, aligned_state, dummy_views, rows_aligned
 from testtime.types import Method, Task
 
 
@@ -30,24 +30,24 @@ class Plain:
         if not len(stream) or rows_aligned(stream):
             logits, self._state = self.method.scan(self.task, self._state, stream)
             return logits[None]
-        # image by image, so that each lies as it does wherever the stream is cut
+        # image by image, so that each is aligned the same wherever the stream is split
         return torch.stack([self.step(views)[0] for views in stream], 1)
 
     def peek(self, views: Tensor) -> Tensor:
         return self.method.step(self.task, self._state, aligned(views))[0][None]
 
     def warm_up(self, views: int) -> None:
-        self.peek(example(self.task, views))
+        self.peek(dummy_views(self.task, views))
 
     def snapshot(self) -> list[Any]:
-        return [self._state]  # steps are pure: nothing will change it
+        return [self._state]  # steps are pure and never modify it
 
     def restore(self, states: Sequence[Any]) -> None:
         (self._state,) = map(aligned_state, states)
 
 
-class Row:
-    """Runs that have a stepper each, as one; see `steppers.Stepper`."""
+class Composite:
+    """Several single-run steppers behind one interface; see `steppers.Stepper`."""
 
     def __init__(self, steppers: Sequence[Stepper]) -> None:
         self.steppers = steppers
