@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args, get_origin
+from typing import Any, ClassVar, Literal, TypeAlias, get_args, get_origin
 
 import torch
 from torch import Tensor
@@ -12,6 +13,8 @@ from torch import Tensor
 from testtime.registry import kinds
 from testtime.registry import require as require
 from testtime.types import Task
+
+Nested: TypeAlias = "Tensor | Sequence[Nested]"  # a state: tensors in nested NamedTuples; or several states
 
 LARGEST = 2**31  # for integer settings, so that sizes computed from them do not overflow
 
@@ -74,14 +77,14 @@ class Base:
         """Requires nothing of the task beyond its prototypes."""
 
 
-def leaves(state: Any) -> list[Tensor]:
+def leaves(state: Nested) -> list[Tensor]:
     """The tensors of a state in order, with nested NamedTuples flattened."""
     if isinstance(state, Tensor):
         return [state]
     return [leaf for part in state for leaf in leaves(part)]
 
 
-def differ(before: Any, after: Any) -> Tensor:
+def differ(before: Nested, after: Nested) -> Tensor:
     """Whether two states, or parts of states, differ in any number: () bool, on their device, not read back."""
     pairs = zip(leaves(before), leaves(after), strict=True)
     changed = [(old != new).any() for old, new in pairs if old is not new]

@@ -25,15 +25,17 @@ import copy
 from collections.abc import Hashable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from testtime.files import ALIGNMENT as ALIGNMENT
-from testtime.methods.base import leaves
+from testtime.methods.base import Nested, leaves
 from testtime.steppers.fast import FAST, Fast, supported
 from testtime.types import Method, Task
+
+Result = TypeVar("Result")
 
 
 class Stepper(Protocol):
@@ -54,15 +56,15 @@ class Stepper(Protocol):
     def warm_up(self, views: int) -> None:
         """Load, compile and capture everything for steps on images with this many views; nothing is learned."""
 
-    def snapshot(self) -> list[Any]:
+    def snapshot(self) -> Sequence[Nested]:
         """A copy of each run's state, in the form that the method's own `step` returns."""
 
-    def restore(self, states: Sequence[Any]) -> None:
+    def restore(self, states: Sequence[Nested]) -> None:
         """Continue from copies of these states."""
 
 
 def open_stepper(
-    task: Task, methods: Sequence[Method], states: Sequence[Any] | None = None, *, reference: bool = False
+    task: Task, methods: Sequence[Method], states: Sequence[Nested] | None = None, *, reference: bool = False
 ) -> Stepper:
     """The fastest stepper that supports these runs; with `reference`, the plain one.
 
@@ -90,7 +92,7 @@ def open_stepper(
     return Plain(task, methods, states)
 
 
-def fast_of(task: Task, method: Any) -> Fast | None:
+def fast_of(task: Task, method: Method) -> Fast | None:
     """The fast stepper for the method on the task's device; None: its own steps, captured on a GPU."""
     for fast in FAST:
         if fast.device == task.text.device.type and find_spec(fast.needs) and supported(fast, method):
@@ -103,7 +105,7 @@ def _has_distinct_classes(task: Task) -> bool:
     return not task.text.is_cpu or bool((task.text != task.text[0]).any())
 
 
-def group_key(task: Task, method: Any) -> Hashable:
+def group_key(task: Task, method: Method) -> Hashable:
     """The key on which methods must agree to share a stepper; None if the method always gets its own."""
     fast = fast_of(task, method)
     return None if fast is None else (fast.module, *(getattr(method, name) for name in fast.group_by))
@@ -120,7 +122,7 @@ def memory_needed(task: Task, method: Method) -> int:
     return state + (_call_hook(fast, "scratch_bytes", task, 0) if fast else 0)
 
 
-def _call_hook(fast: Fast, name: str, task: Task, default: Any) -> Any:
+def _call_hook(fast: Fast, name: str, task: Task, default: Result) -> Result:
     """Call an optional function of a fast stepper's module; `default` if the module does not define it."""
     hook = getattr(import_module(fast.module), name, None)
     return hook(task) if hook else default
@@ -147,7 +149,7 @@ def aligned_task(task: Task) -> Task:
     return task
 
 
-def aligned_state(state: Any) -> Any:
+def aligned_state(state: Nested) -> Nested:
     """A state whose tensors are aligned."""
     return aligned(state) if isinstance(state, Tensor) else type(state)(*map(aligned_state, state))
 

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from testtime.methods.dpe import DPE
-    from testtime.types import Task
+    from testtime.types import Method, Task
 
 Values = Callable[[Any], bool] | tuple[object, ...]  # which values of a setting are supported
 
 
-def number(value: Any) -> bool:
+def number(value: object) -> bool:
     """Any number, or pair of numbers, that the method itself accepts."""
     return isinstance(value, int | float | tuple) and not isinstance(value, bool)
 
@@ -111,12 +111,12 @@ FAST = (
 )
 
 
-def supported(fast: Fast, method: Any) -> bool:
+def supported(fast: Fast, method: Method) -> bool:
     """Whether the fast stepper is for exactly this class and supports every setting and its value."""
     kind = type(method)
     if f"{kind.__module__}.{kind.__qualname__}" != fast.method:
         return False
-    settings = {field.name: getattr(method, field.name) for field in fields(method)}
+    settings = {field.name: getattr(method, field.name) for field in fields(method)}  # type: ignore[arg-type]
     return settings.keys() <= fast.supports.keys() and all(
         known(settings[name]) if callable(known) else settings[name] in known for name, known in fast.supports.items()
     )

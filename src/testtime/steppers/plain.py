@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from testtime.methods.base import Nested
 from testtime.steppers import Stepper, aligned, aligned_state, dummy_views, rows_aligned
 from testtime.types import Method, Task
 
@@ -15,9 +15,9 @@ from testtime.types import Method, Task
 class Plain:
     """One run by the method's own steps; see `steppers.Stepper`."""
 
-    def __init__(self, task: Task, methods: Sequence[Method], states: Sequence[Any]) -> None:
+    def __init__(self, task: Task, methods: Sequence[Method], states: Sequence[Nested]) -> None:
         self.task, (self.method,) = task, methods
-        self._state: Any = None
+        self._state: Nested = ()
         self.restore(states)
 
     def step(self, views: Tensor) -> tuple[Tensor, Tensor]:
@@ -39,10 +39,10 @@ class Plain:
     def warm_up(self, views: int) -> None:
         self.peek(dummy_views(self.task, views))
 
-    def snapshot(self) -> list[Any]:
+    def snapshot(self) -> list[Nested]:
         return [self._state]  # steps are pure and never modify it
 
-    def restore(self, states: Sequence[Any]) -> None:
+    def restore(self, states: Sequence[Nested]) -> None:
         (self._state,) = map(aligned_state, states)
 
 
@@ -66,9 +66,9 @@ class Composite:
         for stepper in self.steppers:
             stepper.warm_up(views)
 
-    def snapshot(self) -> list[Any]:
+    def snapshot(self) -> list[Nested]:
         return [state for stepper in self.steppers for state in stepper.snapshot()]
 
-    def restore(self, states: Sequence[Any]) -> None:
+    def restore(self, states: Sequence[Nested]) -> None:
         for stepper, state in zip(self.steppers, states, strict=True):
             stepper.restore([state])

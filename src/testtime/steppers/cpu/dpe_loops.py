@@ -11,6 +11,7 @@ depend on the number of threads.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,9 +21,10 @@ from numba.extending import overload
 from testtime.ops import NEGLIGIBLE
 from testtime.steppers.cpu import loops
 from testtime.steppers.cpu.gemm import N, T, matmul, set_threads
-from testtime.steppers.cpu.lanes import row_loop
+from testtime.steppers.cpu.lanes import Emitted, Lanes, row_loop
 from testtime.steppers.cpu.loops import (
     Array,
+    Real,
     compiled,
     dot_at,
     exp,
@@ -97,19 +99,19 @@ class Scratch(NamedTuple):
 class Settings(NamedTuple):
     """Numbers in the run's precision, as in `fast.Numbers`, and switches."""
 
-    scale: Any
-    alpha: Any
-    beta: Any
-    entropy_weight: Any
-    align_weight: Any
-    eps: Any
-    lr_text: Any
-    lr_visual: Any
-    per_nat: Any
-    sharpness: Any
-    threshold: Any
-    share: Any
-    prompt_count: Any
+    scale: Real
+    alpha: Real
+    beta: Real
+    entropy_weight: Real
+    align_weight: Real
+    eps: Real
+    lr_text: Real
+    lr_visual: Real
+    per_nat: Real
+    sharpness: Real
+    threshold: float
+    share: Real
+    prompt_count: Real
     keeps_below: bool
     evolves: bool
     renormalises: bool
@@ -130,7 +132,9 @@ def run_phase(phase: int, total: int, views: Array, run: Run, scratch: Scratch, 
 
 
 @overload(run_phase)
-def _run_phase(phase: Any, total: Any, views: Any, run: Any, scratch: Any, settings: Any) -> Any:
+def _run_phase(
+    phase: Any, total: Any, views: Any, run: Any, scratch: Any, settings: Any
+) -> Callable[..., None]:  # numba wants the same annotations for the types here and the values below
     def single_threaded(phase: Any, total: Any, views: Any, run: Any, scratch: Any, settings: Any) -> None:
         _phase_rows(phase, 0, total, views, run.text, run.visual, scratch, settings)
 
@@ -251,7 +255,7 @@ def _logit_gradient(start: int, stop: int, visual: Visual, scratch: Scratch, set
 
 
 @row_loop(sums=2)
-def _nudged(rows: Any, numbers: Any, sums: Any) -> Any:
+def _nudged(rows: Sequence[Lanes], numbers: Sequence[Lanes], sums: Sequence[Lanes]) -> Emitted:
     """A prototype after one step of AdamW from a zero residual; its squared length and its dot product with the probe.
 
     The slope is the pull, if any, plus the weighted feature, minus its component along the prototype, which cannot
@@ -264,7 +268,7 @@ def _nudged(rows: Any, numbers: Any, sums: Any) -> Any:
 
 
 @row_loop(sums=1)
-def _moved(rows: Any, numbers: Any, sums: Any) -> Any:
+def _moved(rows: Sequence[Lanes], numbers: Sequence[Lanes], sums: Sequence[Lanes]) -> Emitted:
     """A prototype moved by `share` towards the direction of a nudged one; its squared length."""
     (start, nudged, _), (share, inverse) = rows, numbers
     moved = start + share * (nudged * inverse - start)
@@ -278,7 +282,7 @@ def _nudge(
     side: Text | Visual,
     wanted: Array,
     scratch: Scratch,
-    rate: Any,
+    rate: Real,
     out: Array,
     evolved: Array,
     evolved_length: Array,
@@ -358,7 +362,7 @@ def _add_text_logits(start: int, stop: int, text: Text, scratch: Scratch, settin
 
 
 @compiled
-def confident(views: Array, length: Array, run: Run, scratch: Scratch, settings: Settings, feature: Array) -> Any:
+def confident(views: Array, length: Array, run: Run, scratch: Scratch, settings: Settings, feature: Array) -> float:
     """Average the views (V, D) of lowest entropy into `feature` (D,) and `scratch.logit`; their marginal entropy.
 
     `scratch.logits` holds their products with prototypes of these lengths (C,).
@@ -399,7 +403,7 @@ def set_visual(label: int, mean: Array, run: Run) -> None:
 
 
 @compiled
-def enqueue(label: int, price: Any, run: Run, feature: Array, alpha: Any) -> bool:
+def enqueue(label: int, price: Real, run: Run, feature: Array, alpha: Real) -> bool:
     """Offer a feature (D,) of cost `price` to the queue of class `label`; whether it was accepted.
 
     The class's visual prototype is updated.

@@ -7,13 +7,17 @@ by side, then the sum of these, then the remaining elements one by one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+if TYPE_CHECKING:
+    from numba.core.base import BaseContext
+    from numba.core.typing import Context, Signature
 
 ACCUMULATORS = 4  # vectors of partial sums side by side, enough to hide the latency of an addition
 
@@ -25,7 +29,7 @@ def _binary(name: str) -> Callable[[Lanes, Lanes], Lanes]:
 class Lanes:
     """A scalar or vector in a loop under construction: every operation on it emits an instruction."""
 
-    def __init__(self, builder: Any, value: Any) -> None:
+    def __init__(self, builder: ir.IRBuilder, value: ir.Value) -> None:
         self.builder, self.value = builder, value
 
     __add__, __sub__, __mul__, __truediv__ = map(_binary, ("fadd", "fsub", "fmul", "fdiv"))
@@ -51,7 +55,12 @@ class Lanes:
         return Lanes(self.builder, self.builder.call(function, values))
 
 
-def row_loop(sums: int, double: bool = False) -> Callable[[Callable[..., Any]], Any]:
+Build: TypeAlias = "Callable[[BaseContext, ir.IRBuilder, Signature, Sequence[ir.Value]], ir.Value]"
+Emitted: TypeAlias = tuple[Lanes | None, Sequence[Lanes]]  # what the last row holds, and the sums
+Body: TypeAlias = Callable[[Sequence[Lanes], Sequence[Lanes], Sequence[Lanes]], Emitted]
+
+
+def row_loop(sums: int, double: bool = False) -> Callable[[Body], Callable[..., Any]]:
     """Turn the body of a loop into a function for compiled code, `(addresses, count, numbers) -> sums`.
 
     The body is `body(rows, numbers, sums)`, all of them lanes: the rows' elements at one index, the numbers, and the
@@ -59,17 +68,21 @@ def row_loop(sums: int, double: bool = False) -> Callable[[Callable[..., Any]], 
     the precision of the numbers.
     """
 
-    def decorate(body: Callable[..., Any]) -> Any:
+    def decorate(body: Body) -> Callable[..., Any]:
         @intrinsic
-        def loop(typingctx: Any, addresses: Any, count: Any, numbers: Any) -> Any:
+        def loop(
+            typingctx: Context, addresses: types.Type, count: types.Type, numbers: types.Type
+        ) -> tuple[Signature, Build]:
             result = types.float64 if double else numbers.dtype
 
-            def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            def build(
+                context: BaseContext, builder: ir.IRBuilder, signature: Signature, arguments: Sequence[ir.Value]
+            ) -> ir.Value:
                 real, kind = context.get_value_type(numbers.dtype), context.get_value_type(result)
                 addresses, numbers_given = (cgutils.unpack_tuple(builder, arguments[index]) for index in (0, 2))
                 starts = [builder.inttoptr(address, real.as_pointer()) for address in addresses]
 
-                def emit(index: Any, width: int, slots: list[Any]) -> None:
+                def emit(index: ir.Value, width: int, slots: Sequence[ir.Value]) -> None:
                     """Emit the body for the lanes at an index, with its sums in these stack slots."""
                     pointer = _vector_type(real, width).as_pointer()
                     rows = [builder.bitcast(builder.gep(start, [index]), pointer) for start in starts]
@@ -111,16 +124,18 @@ def row_loop(sums: int, double: bool = False) -> Callable[[Callable[..., Any]], 
 
 
 @intrinsic
-def fma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
+def fma(typingctx: Context, a: types.Type, b: types.Type, c: types.Type) -> tuple[Signature, Build]:
     """a * b + c, rounded once."""
 
-    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    def build(
+        context: BaseContext, builder: ir.IRBuilder, signature: Signature, arguments: Sequence[ir.Value]
+    ) -> ir.Value:
         return builder.fma(*arguments)
 
     return a(a, a, a), build
 
 
-def _vector_type(real: Any, count: int) -> Any:
+def _vector_type(real: ir.Type, count: int) -> ir.Type:
     """The type of a vector of `count` numbers, or of one."""
     return ir.VectorType(real, count) if count > 1 else real
 
@@ -130,7 +145,7 @@ def _lane_indices(*lanes: int) -> ir.Constant:
     return ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), lanes)
 
 
-def _broadcast(builder: Any, value: Any, count: int) -> Any:
+def _broadcast(builder: ir.IRBuilder, value: ir.Value, count: int) -> ir.Value:
     """A number broadcast to `count` lanes."""
     if count == 1:
         return value
@@ -140,7 +155,7 @@ def _broadcast(builder: Any, value: Any, count: int) -> Any:
     )
 
 
-def _horizontal_sum(builder: Any, vectors: list[Any]) -> Any:
+def _horizontal_sum(builder: ir.IRBuilder, vectors: list[ir.Value]) -> ir.Value:
     """The sum of all lanes of vectors: pairs of vectors, then halves of the remaining one."""
     while len(vectors) > 1:
         vectors = [builder.fadd(x, y) for x, y in zip(vectors[::2], vectors[1::2], strict=True)]

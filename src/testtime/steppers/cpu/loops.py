@@ -9,24 +9,26 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 from numba import config, get_num_threads, njit, set_num_threads, types
 from numba.extending import overload
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
 from testtime.machine.capture import warn_once
 from testtime.ops import NEGLIGIBLE
 from testtime.steppers import ALIGNMENT, aligned, dummy_views
-from testtime.steppers.cpu.lanes import fma, row_loop
+from testtime.steppers.cpu.lanes import Emitted, Lanes, fma, row_loop
 from testtime.types import Task
 
 Array = NDArray[Any]
+Real: TypeAlias = np.float32 | np.float64
+Precision = TypeVar("Precision", np.float32, np.float64)
 
 CACHE_LINE = ALIGNMENT  # bytes
 
@@ -34,7 +36,7 @@ CACHE_LINE = ALIGNMENT  # bytes
 # its callers, and which copy runs depends on what the process has loaded before. With reordered sums these copies
 # differ in the last bit, and so did a run with freshly compiled loops from one with cached loops. Hot code is written
 # so that it can be vectorised without reordering.
-OPTIONS: dict[str, Any] = {"cache": True, "nogil": True, "error_model": "numpy"}
+OPTIONS: dict[str, bool | str] = {"cache": True, "nogil": True, "error_model": "numpy"}
 try:
     njit(**OPTIONS)(lambda: None)  # numba looks for a cache folder now, and compiles nothing yet
 except RuntimeError:
@@ -77,7 +79,7 @@ def threads(count: int) -> Iterator[None]:
             set_num_threads(before)
 
 
-def empty_aligned(*shape: int, dtype: Any) -> Array:
+def empty_aligned(*shape: int, dtype: DTypeLike) -> Array:
     """An uninitialised array aligned to a cache line: products of some sizes are half as fast again."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     memory = np.empty(size + CACHE_LINE, np.uint8)
@@ -85,7 +87,7 @@ def empty_aligned(*shape: int, dtype: Any) -> Array:
     return memory[start : start + size].view(dtype).reshape(shape)
 
 
-def cast(value: float, real: Any) -> Any:
+def cast(value: float, real: type[Precision]) -> Precision:
     """A number in another precision, infinite if it is too large, as in torch: it then shows in the logits."""
     with np.errstate(over="ignore"):
         return real(value)
@@ -136,14 +138,14 @@ class ByImage:
         raise NotImplementedError
 
 
-def _layout(kind: Any) -> tuple[bool, Any, Any, Any]:
+def _layout(kind: types.Type) -> tuple[bool, Any, Any, Any]:  # numpy's stubs cannot type `view` by these
     """Layout of a float type: whether it is single, its type, the integer type of its size, its mantissa bits."""
     single = kind == types.float32
     real, integer = (np.float32, np.int32) if single else (np.float64, np.int64)
     return single, real, integer, integer(23 if single else 52)
 
 
-def _ln2(real: Any) -> tuple[Any, Any]:
+def _ln2(real: type[Real]) -> tuple[Real, Real]:
     """ln 2 in two parts, the first with so few bits that an integer times it is exact."""
     single = real is np.float32
     high = 0.693359375 if single else 0.693145751953125
@@ -160,7 +162,7 @@ def exp(x: float) -> float:
 
 
 @overload(exp, jit_options={"error_model": "numpy"})
-def _exp(x: Any) -> Any:
+def _exp(x: Any) -> Callable[[Any], Real]:  # numba wants one annotation for the type here and the number below
     # 2**n times a polynomial in the remainder
     single, real, integer, mantissa_bits = _layout(x)
     high, low = _ln2(real)
@@ -169,7 +171,7 @@ def _exp(x: Any) -> Any:
     per_ln2 = real(1 / math.log(2))
     series = tuple(real(1 / math.factorial(k)) for k in range(7 if single else 13, -1, -1))
 
-    def of(x: Any) -> Any:
+    def of(x: Any) -> Real:
         n = np.floor(fma(x, per_ln2, real(0.5)))
         r = fma(n, -low, fma(n, -high, x))
         p = series[0]
@@ -190,14 +192,14 @@ def log(x: float) -> float:
 
 
 @overload(log, jit_options={"error_model": "numpy"})
-def _log(x: Any) -> Any:
+def _log(x: Any) -> Callable[[Any], Real]:  # as for `_exp`
     # x = m 2**n with m between the roots of 1/2 and 2; log m = 2 atanh s with s = (m - 1) / (m + 1)
     single, real, integer, mantissa_bits = _layout(x)
     high, low = _ln2(real)
     middle = np.array(math.sqrt(0.5), real).view(integer)[()]
     series = tuple(real(2 / k) for k in range(11 if single else 23, 0, -2))
 
-    def of(x: Any) -> Any:
+    def of(x: Any) -> Real:
         bits = real(x).view(integer)
         n = (bits - middle) >> mantissa_bits
         m = integer(bits - (n << mantissa_bits)).view(real)
@@ -210,18 +212,18 @@ def _log(x: Any) -> Any:
     return of
 
 
-def largest(row: Array) -> Any:
+def largest(row: Array) -> Real:
     """The largest number of a row; undefined if it contains NaN."""
     raise NotImplementedError("for compiled loops")
 
 
 @overload(largest)
-def _largest(row: Any) -> Any:
+def _largest(row: Any) -> Callable[[Any], Real]:  # as for `_exp`
     # as integers of the same order: such a loop is vectorised, one over floats is not
     single, real, integer, _ = _layout(row.dtype)
     sign, magnitude = (integer(31), integer(2**31 - 1)) if single else (integer(63), integer(2**63 - 1))
 
-    def of(row: Any) -> Any:
+    def of(row: Any) -> Real:
         bits, top = row.view(integer), integer(-1) - magnitude
         for c in range(len(bits)):
             number = bits[c]
@@ -232,12 +234,12 @@ def _largest(row: Any) -> Any:
 
 
 @row_loop(sums=1)
-def _dot(rows: Any, numbers: Any, sums: Any) -> Any:
+def _dot(rows: Sequence[Lanes], numbers: Sequence[Lanes], sums: Sequence[Lanes]) -> Emitted:
     return None, (rows[0].fma(rows[1], sums[0]),)
 
 
 @compiled
-def row_at(rows: Array, index: int) -> Any:
+def row_at(rows: Array, index: int) -> np.intp:
     """The address of a row of a matrix; of a vector, with index 0.
 
     Loops take whole matrices: slicing a row updates a reference count, which costs as much as processing the row.
@@ -246,19 +248,19 @@ def row_at(rows: Array, index: int) -> Any:
 
 
 @compiled
-def dot_at(one: int, other: int, count: int, like: Any) -> Any:
+def dot_at(one: int, other: int, count: int, like: Real) -> Real:
     """The dot product of two vectors of `count` numbers at two addresses, in the precision of `like`."""
     return _dot((one, other), count, (like,))[0]
 
 
 @compiled
-def dot(one: Array, other: Array) -> Any:
+def dot(one: Array, other: Array) -> Real:
     """The dot product of two vectors; non-contiguous ones are rejected at compile time."""
     return dot_at(row_at(one.reshape(1, -1), 0), row_at(other.reshape(1, -1), 0), len(one), one.dtype.type(0))
 
 
 @compiled
-def length_of(square: Any) -> float:
+def length_of(square: Real) -> float:
     """A length from its square; 1 for a zero row."""
     return math.sqrt(square) if square > 0 else 1.0
 
@@ -280,13 +282,13 @@ def lengths(rows: Array) -> Array:
 
 
 @row_loop(sums=2, double=True)
-def _weighted_sums(rows: Any, numbers: Any, sums: Any) -> Any:
+def _weighted_sums(rows: Sequence[Lanes], numbers: Sequence[Lanes], sums: Sequence[Lanes]) -> Emitted:
     (prob, value), (top,) = rows, numbers
     return None, (sums[0] + prob.double(), sums[1] + (prob * (value - top)).double())
 
 
 @compiled
-def weighted_sums(probs: Array, values: Array, top: Any) -> tuple[float, float]:
+def weighted_sums(probs: Array, values: Array, top: Real) -> tuple[float, float]:
     """The sum of probabilities (C,), and of probabilities times (values - `top`); both in double.
 
     If one class has nearly all the probability, the entropy is a small difference.
@@ -295,7 +297,7 @@ def weighted_sums(probs: Array, values: Array, top: Any) -> tuple[float, float]:
 
 
 @compiled
-def softmax_entropy(logits: Array, prob: Array) -> tuple[Any, float, float]:
+def softmax_entropy(logits: Array, prob: Array) -> tuple[Real, float, float]:
     """The largest logit (C,), the sum of exp(logit - largest), and the entropy of the softmax in nats.
 
     `prob` (C,) is a scratch buffer.

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from testtime.methods.tda import TDA, State
 from testtime.steppers.cpu.loops import (
     Array,
     ByImage,
+    Real,
     cast,
     compiled,
     dot,
@@ -62,12 +63,12 @@ class Negative(NamedTuple):
 class Numbers(NamedTuple):
     """A method's settings in the task's precision."""
 
-    pos_alpha: Any
-    pos_beta: Any
-    neg_alpha: Any
-    neg_beta: Any
-    neg_mask_lower: Any
-    neg_mask_upper: Any
+    pos_alpha: Real
+    pos_beta: Real
+    neg_alpha: Real
+    neg_beta: Real
+    neg_mask_lower: Real
+    neg_mask_upper: Real
 
 
 class Stepper(ByImage):

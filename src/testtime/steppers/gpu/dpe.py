@@ -18,7 +18,8 @@ same arithmetic everywhere, so a run that is saved and loaded continues as if un
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from torch import Tensor
 from testtime import ops
 from testtime.bank import Bank
 from testtime.machine.capture import reason, warn_once
-from testtime.methods.base import leaves
+from testtime.methods.base import Nested, leaves
 from testtime.methods.dpe import DPE, State
 from testtime.steppers import fast
 from testtime.steppers.gpu import graph
@@ -175,7 +176,7 @@ class Kernels:
         text, updates, keys, cost, visual = (part.clone() for part in self.state)
         return [State(text[run], updates[run], Bank(keys[run], cost[run]), visual[run]) for run in range(self.runs)]
 
-    def restore(self, states: Sequence[State]) -> None:
+    def restore(self, states: Sequence[Nested]) -> None:
         for target, values in zip(self.state, zip(*map(leaves, states), strict=True), strict=True):
             for run, value in enumerate(values):
                 target[run].copy_(value)
@@ -288,7 +289,7 @@ class Kernels:
         return torch.zeros(self.runs, 2, self.tall, wide, dtype=torch.float16, device=self.task.text.device)
 
 
-def _device_context(device: torch.device) -> Any:
+def _device_context(device: torch.device) -> AbstractContextManager[object]:
     """A context that launches kernels on this device; the CPU is for Triton's interpreter."""
     return torch.cuda.device(device) if device.type == "cuda" else torch.no_grad()
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from testtime.machine.capture import capture, reason, warn_once
-from testtime.methods.base import leaves
+from testtime.methods.base import Nested, leaves
 from testtime.steppers import dummy_views
 from testtime.steppers.plain import Plain
 from testtime.types import FeatureError, Method, Task
@@ -31,15 +31,18 @@ class Body(Protocol):
 
     answer: Tensor  # (S, A), shaped like the logits of a step: A is C, unless a method returns something else
     learned: Tensor  # (S,), nonzero if the last step learned
-    state: Any  # the states: tensors, in nested tuples
+
+    @property
+    def state(self) -> Nested:
+        """The states."""
 
     def step(self, views: Tensor, logits: Tensor) -> None:
         """Fill the logits (S, A) of one image's views (V, D), and advance the states."""
 
-    def snapshot(self) -> list[Any]:
+    def snapshot(self) -> Sequence[Nested]:
         """Copies of the states."""
 
-    def restore(self, states: Sequence[Any]) -> None:
+    def restore(self, states: Sequence[Nested]) -> None:
         """Overwrite the states."""
 
     def refresh(self) -> None:
@@ -53,18 +56,18 @@ class Stepper:
     """
 
     def __init__(
-        self, task: Task, methods: Sequence[Method], states: Sequence[Any], *, graphs: bool | None = None
+        self, task: Task, methods: Sequence[Method], states: Sequence[Nested], *, graphs: bool | None = None
     ) -> None:
         self.name = methods[0].name
         self.methods = methods
         self._graphs = task.text.is_cuda if graphs is None else graphs
         with torch.inference_mode(False), torch.no_grad():
             self.task = replace(task, text=task.text.clone(), context=None)
-            self._pending: Sequence[Any] | None = states
+            self._pending: Sequence[Nested] | None = states
         self._body: Body | None = None
         self._views = self._logits = task.text[:0]  # (STEPS, V, D) and (STEPS, S, A), once V is known
         self._launches: dict[tuple[int, bool], Callable[[], object]] = {}
-        self._kept_alive: list[Any] = []  # tensors that only the graphs refer to, by address
+        self._kept_alive: list[Nested] = []  # tensors that only the graphs refer to, by address
         self._stream = torch.cuda.Stream(task.text.device, priority=PRIORITY) if task.text.is_cuda else None
 
     def step(self, views: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,10 +92,10 @@ class Stepper:
         for count in (STEPS, 1):
             self._cached_launch(count, False)
 
-    def snapshot(self) -> list[Any]:
+    def snapshot(self) -> Sequence[Nested]:
         return list(self._pending or []) if self._body is None else self._body.snapshot()
 
-    def restore(self, states: Sequence[Any]) -> None:
+    def restore(self, states: Sequence[Nested]) -> None:
         if self._body is None:
             self._pending = list(states)
         else:
@@ -201,24 +204,24 @@ class MethodSteps:
                 self.learned[run].fill_(bool(learned))
             overwrite(state, after)
 
-    def snapshot(self) -> list[Any]:
+    def snapshot(self) -> Sequence[Nested]:
         return list(_copied(self.state))
 
-    def restore(self, states: Sequence[Any]) -> None:
+    def restore(self, states: Sequence[Nested]) -> None:
         overwrite(self.state, tuple(states))
 
     def refresh(self) -> None:
         """Nothing is derived from the states."""
 
 
-def overwrite(state: Any, source: Any) -> None:
+def overwrite(state: Nested, source: Nested) -> None:
     """Copy the numbers of one state into the tensors of another."""
     for target, value in zip(leaves(state), leaves(source), strict=True):
         if value is not target:
             target.copy_(value)
 
 
-def _copied(state: Any) -> Any:
+def _copied(state: Nested) -> Nested:
     """A deep copy of a state."""
     if isinstance(state, Tensor):
         return state.clone()
