@@ -46,8 +46,8 @@ ALTERNATIVES = (
     "similarity.COLUMNS=128 similarity.num_warps=8",
     "similarity.DEPTH=32 similarity.num_stages=4",
     "similarity.SPLIT=2",
-    "misplace.ROWS=1",
-    "misplace.ROWS=4",
+    "logit_gradient.ROWS=1",
+    "logit_gradient.ROWS=4",
     "pull.SPLIT=1",
     "pull.SPLIT=1 pull.ROWS=64 pull.num_warps=4",
     "pull.DEPTH=64 pull.num_stages=2",
@@ -66,19 +66,19 @@ class Start(NamedTuple):
 
 @contextmanager
 def tiles(changes: str) -> Iterator[None]:
-    """A context with other tiles, such as "pull.SPLIT=1 choose.PART=64", also for few classes; splits are as given."""
-    before, room = copy.deepcopy((dpe.TILES, dpe.SMALL)), dpe.GROUP_BYTES
+    """A context with tiles changed as by "pull.SPLIT=1 choose.PART=64", with few classes too; splits are as given."""
+    before, enough = copy.deepcopy((dpe.TILES, dpe.SMALL)), dpe.ENOUGH_PROGRAMS
     for change in changes.split():
         name, value = change.split("=")
         kernel, option = name.split(".")
         dpe.TILES[kernel][option] = dpe.SMALL[kernel][option] = int(value)
-        dpe.GROUP_BYTES = 10**9
+        dpe.ENOUGH_PROGRAMS = 10**9
     try:
         yield
     finally:
         dpe.TILES.update(before[0])
         dpe.SMALL.update(before[1])
-        dpe.GROUP_BYTES = room
+        dpe.ENOUGH_PROGRAMS = enough
 
 
 def start(classes: int, dim: int, views: int, images: int, alike: bool = False) -> Start:
@@ -220,7 +220,7 @@ def timings(begin: Start, changes: str = "", detail: bool = True) -> None:
         moving, kernels = replay_time(stepper), kernel_times(stepper)
         mine = {change.split(".")[0] for change in changes.split()}
         if not detail:
-            shown = {"aim", "push", "answer", "evolve"} if "rows" in mine else mine
+            shown = {"normalise", "push", "answer", "evolve"} if "rows" in mine else mine
             parts = ", ".join(f"{name} {time:.1f}" for name, time in kernels.items() if name in shown)
             print(f"{changes:60} {moving:6.1f} us per step; {parts}", flush=True)
             return

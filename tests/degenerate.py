@@ -1,4 +1,4 @@
-"""Tasks and images that leave little to decide, and what a fast step makes of them beside the method's own."""
+"""Degenerate tasks and images: fast steps compared with the method's own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from testtime.types import Task
 
 METHODS = {
     "dpe": DPE(),
-    "dpe, views chosen again": DPE(multi_view_prediction=True, entropy_threshold=0.5),
+    "dpe, views reselected": DPE(multi_view_prediction=True, entropy_threshold=0.5),
     "dpe, no queues": DPE(queue=0),
     "dpe, no residuals": DPE(steps=0),
     "dpe, no alignment": DPE(align_weight=0.0),
@@ -32,10 +32,10 @@ METHODS = {
     "dmn": DMN(memory_size=2),
     "dmn, all views": DMN(memory_size=2, selection=1.0),
 }
-TEXTS = ("random", "same", "twins", "opposite", "axes", "signs")
+TEXTS = ("random", "same", "duplicate", "opposite", "axes", "signs")
 VIEWS = ("random", "equal", "prototype", "opposite", "between", "orthogonal", "cancelling", "axes")
 CLOSE = {torch.float32: 2e-3, torch.float64: 1e-9}  # logits of size 100
-LAST = {torch.float32: 1e-6, torch.float64: 4e-15}  # a few last digits of a number of size 1
+ROUNDING = {torch.float32: 1e-6, torch.float64: 4e-15}  # rounding error of a number of size 1
 
 
 class Case(NamedTuple):
@@ -67,7 +67,7 @@ def prototypes(case: Case, random: torch.Generator) -> Tensor:
     match case.text:
         case "same":
             text = text[:1].expand(shape).clone()
-        case "twins":
+        case "duplicate":
             text[-1] = text[0]
         case "opposite":
             text[1] = -text[0]
@@ -124,32 +124,32 @@ def alike(one: Outcome, other: Outcome) -> bool:
     return states and one.learned == other.learned and bool((one.logits - other.logits).abs().max() <= near)
 
 
-def undecided(task: Task, method: Any, state: Any, views: Tensor, random: torch.Generator) -> bool:
-    """Whether the method's own step hangs on last digits: it differs if numbers change by so little."""
+def decided_by_rounding(task: Task, method: Any, state: Any, views: Tensor, random: torch.Generator) -> bool:
+    """Whether rounding decides the method's own step: it differs if its inputs change by rounding errors."""
     expected = outcome(open_stepper(task, [method], [state], reference=True), views)
     for _ in range(40):
         other = aligned_task(Task(task.text + noise(task.text, random), task.classnames, task.scale))
-        moved = open_stepper(other, [method], [shaken(state, random)], reference=True)
+        moved = open_stepper(other, [method], [perturbed(state, random)], reference=True)
         if not alike(outcome(moved, views + noise(views, random)), expected):
             return True
     return False
 
 
-def shaken(state: Any, random: torch.Generator) -> Any:
-    """Tensors with other last digits; zeros stay, and infinities."""
+def perturbed(state: Any, random: torch.Generator) -> Any:
+    """The state with rounding errors added; zeros and infinities stay."""
     if not isinstance(state, Tensor):
-        return type(state)(*(shaken(part, random) for part in state))
+        return type(state)(*(perturbed(part, random) for part in state))
     if not state.is_floating_point():
         return state
     return torch.where((state == 0) | state.isinf(), state, state + noise(state, random))
 
 
 def noise(numbers: Tensor, random: torch.Generator) -> Tensor:
-    return LAST[numbers.dtype] * torch.randn(numbers.shape, generator=random, dtype=numbers.dtype)
+    return ROUNDING[numbers.dtype] * torch.randn(numbers.shape, generator=random, dtype=numbers.dtype)
 
 
 def disagreements(seed: int, count: int) -> tuple[int, list[str]]:
-    """Steps taken, and those where the fast one and the method's own differ over more than last digits."""
+    """The number of steps, and those where the fast one and the method's own differ by more than rounding."""
     steps, found = 0, []
     for case, random in cases(seed, count):
         method, text = METHODS[case.method], prototypes(case, random)
@@ -162,7 +162,7 @@ def disagreements(seed: int, count: int) -> tuple[int, list[str]]:
             steps += 1
             if not (fast.logits.isfinite().all() and expected.logits.isfinite().all()):
                 found.append(f"not finite: {case}, {kind}")
-            elif not alike(fast, expected) and not undecided(task, method, state, views, random):
+            elif not alike(fast, expected) and not decided_by_rounding(task, method, state, views, random):
                 apart = float((fast.logits - expected.logits).abs().max())
                 found.append(f"{apart:.2g} apart: {case}, {kind}, learned {fast.learned} {expected.learned}")
             state = plain.snapshot()[0]

@@ -37,7 +37,7 @@ needs_transformers = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def forget() -> None:
-    capturing._said.clear()
+    capturing._warned.clear()
 
 
 def grey(count: int) -> Tensor:

@@ -45,7 +45,7 @@ def test_marginal_entropy_of_one_row_is_its_entropy():
     assert_close(ops.marginal_entropy(logits), ops.entropy(logits[0]), "arithmetic")
 
 
-def test_opposed_sure_views_are_unsure_together():
+def test_confident_views_that_disagree_are_uncertain_together():
     logits = torch.tensor([[50.0, 0.0], [0.0, 50.0]], dtype=DOUBLE)
     assert ops.entropy(logits).max() < 1e-15
     assert ops.marginal_entropy(logits).item() == pytest.approx(math.log(2))
@@ -96,7 +96,7 @@ def test_confident_views_are_those_of_lowest_entropy_first():
     assert ops.confident(logits, 0.6).tolist() == [1, 3, 4]
 
 
-def test_equal_views_go_by_lower_index():
+def test_ties_between_views_go_to_the_lower_index():
     row = randn(1, 6)
     logits = torch.cat([row, 5 * row, row, 5 * row, 5 * row, row])
     assert ops.confident(logits, 1.0).tolist() == [1, 3, 4, 0, 2, 5]
@@ -122,7 +122,7 @@ def test_a_fraction_is_rounded_down_and_keeps_at_least_one(views, fraction, coun
     assert len(ops.confident(randn(views, 4), fraction)) == count
 
 
-# --- small pieces ---
+# --- building blocks ---
 
 
 def test_unit_rows_have_length_one_and_zero_stays_zero():
@@ -130,13 +130,13 @@ def test_unit_rows_have_length_one_and_zero_stays_zero():
     assert_close(ops.unit(rows).norm(dim=1), torch.tensor([1.0, 1, 1, 1, 0], dtype=DOUBLE), "arithmetic")
 
 
-def test_prototypes_take_vectors_apart():
+def test_prototypes_are_directions_and_lengths():
     rows = torch.cat([3 * randn(4, 5), torch.zeros(1, 5, dtype=DOUBLE)])
     copy = rows.clone()
-    apart = ops.prototypes(rows)
-    assert apart.length.shape == (5, 1)
-    assert_close(apart.direction, ops.unit(rows), "arithmetic")
-    assert_close(apart.direction * apart.length, rows, "arithmetic")
+    found = ops.prototypes(rows)
+    assert found.length.shape == (5, 1)
+    assert_close(found.direction, ops.unit(rows), "arithmetic")
+    assert_close(found.direction * found.length, rows, "arithmetic")
     assert torch.equal(rows, copy)
 
 
@@ -146,7 +146,7 @@ def test_affinity_is_alpha_at_cosine_one_and_falls_exponentially():
     assert_close(ops.affinity(cosine, 6.0, 5.0), expected, "arithmetic")
 
 
-def test_info_nce_tells_each_query_its_own_key():
+def test_info_nce_matches_each_query_to_its_own_key():
     queries, keys = ops.unit(randn(5, 7)), ops.unit(randn(5, 7, seed=1))
     expected = 0.0
     for i in range(5):
@@ -170,7 +170,7 @@ def test_logits_add_the_affinity_of_seen_classes_only():
 
 
 def problem(seed: int, rows: int, classes: int, seen: str, *, length: float = 1.0, dtype: torch.dtype = DOUBLE):
-    """Rows, un-normalised prototypes, masks: unseen classes hold zero, as they do in a bank."""
+    """Rows, unnormalised prototypes, masks: unseen classes are zero, as in a bank."""
     dim = 11
     generator = torch.Generator().manual_seed(1000 + seed)
     centre = torch.randn(dim, generator=generator, dtype=DOUBLE)  # a shared direction, as features of CLIP have
@@ -237,7 +237,7 @@ def test_gradient_in_single_precision_is_near_autograd_in_double():
         assert_close(ours, theirs, "closed form")
 
 
-def test_gradient_does_not_depend_on_what_unseen_rows_hold():
+def test_gradient_does_not_depend_on_unseen_rows():
     features, text, visual, seen = problem(5, 2, 8, "some")
     objective = Objective(30.0, 6.0, 5.0, 1.0, 0.5, 0.01, True)
     filled = torch.where(seen[:, None] > 0, visual, 3 * randn(8, 11, seed=9))
@@ -248,7 +248,7 @@ def test_gradient_does_not_depend_on_what_unseen_rows_hold():
     assert (other[1][seen == 0] == 0).all()
 
 
-def test_gradient_leaves_its_arguments_alone():
+def test_gradient_does_not_modify_its_arguments():
     given_ = problem(2, 3, 8, "some")
     copies = [x.clone() for x in given_]
     closed_form(*given_, given_[-1], Objective(100.0, 6.0, 5.0, 1.0, 0.5, 0.01, True))
@@ -278,7 +278,7 @@ def test_gradient_is_finite_at_extreme_logits(seed, scale, seen):
 
 
 def torch_adamw(gradients: list[torch.Tensor], **settings) -> torch.Tensor:
-    """A residual after PyTorch's own AdamW has seen these gradients, from zero."""
+    """A residual after steps of PyTorch's AdamW with these gradients, from zero."""
     residual = torch.nn.Parameter(torch.zeros_like(gradients[0]))
     optimiser = torch.optim.AdamW([residual], **settings)
     for gradient in gradients:
@@ -324,7 +324,7 @@ def test_a_rate_of_zero_moves_nothing():
         assert (adam.step(torch.zeros_like(grad), grad, None, 1)[0] == 0).all()
 
 
-def test_first_step_leaves_its_arguments_alone():
+def test_first_step_does_not_modify_its_arguments():
     start, grad = randn(3, 4), randn(3, 4, seed=1)
     copies = start.clone(), grad.clone()
     for state in ("exact", "fp16"):

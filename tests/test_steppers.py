@@ -1,4 +1,4 @@
-"""What every stepper promises: forms that name what they understand, looks that change nothing, and the same bits."""
+"""What every stepper promises: fast ones list what they support, peeks change nothing, and results are reproducible."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from testtime.session import session as engine
 from testtime.steppers import ALIGNMENT, aligned, aligned_task, fast_of, open_stepper, rows_aligned
 from testtime.steppers.fast import FAST, SHARES, Fast, supported
 from testtime.steppers.gpu import graph
-from testtime.steppers.plain import Plain, Row
+from testtime.steppers.plain import Composite, Plain
 
 METHODS: dict[str, Any] = {
     "dmn": DMN(memory_size=2),
     "dota": DOTA(refresh=3),
     "dpe": DPE(entropy_threshold=0.3),
-    "dpe, views chosen again": DPE(multi_view_prediction=True, entropy_threshold=0.3, queue=1),
+    "dpe, views reselected": DPE(multi_view_prediction=True, entropy_threshold=0.3, queue=1),
     "dpe, as printed": DPE.paper(),
     "mcp": tt.make_method("mcp"),
     "mta": tt.make_method("mta"),
@@ -52,7 +52,7 @@ COMPILED = {"dpe": DPE, "tda": TDA, "tps": TPS, "dmn": DMN}
 
 every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
 every_stepper = pytest.mark.parametrize("opened", STEPPERS.values(), ids=STEPPERS.keys())
-every_fast = pytest.mark.parametrize("form", FAST, ids=lambda fast: f"{fast.module.rpartition('.')[2]}-{fast.device}")
+every_fast = pytest.mark.parametrize("fast", FAST, ids=lambda fast: f"{fast.module.rpartition('.')[2]}-{fast.device}")
 
 
 def same(first: Any, second: Any) -> bool:
@@ -64,7 +64,7 @@ def copied(states: Any) -> list[Tensor]:
 
 
 def off_alignment(tensor: Tensor) -> Tensor:
-    """The same numbers, beginning 8 bytes behind a multiple of ALIGNMENT."""
+    """The same numbers, starting 8 bytes after a multiple of ALIGNMENT."""
     skip = 8 // tensor.element_size()
     numbers = tensor.new_empty(tensor.numel() + skip)[skip:].view(tensor.shape).copy_(tensor)
     assert numbers.data_ptr() % ALIGNMENT == 8
@@ -75,7 +75,7 @@ def all_off_alignment(state: Any) -> Any:
     return off_alignment(state) if isinstance(state, Tensor) else type(state)(*map(all_off_alignment, state))
 
 
-# What is chosen
+# Choosing a stepper
 
 
 def method_of(fast: Fast) -> Any:
@@ -83,31 +83,31 @@ def method_of(fast: Fast) -> Any:
     return getattr(import_module(module), name)
 
 
-def made_up(method: Any, name: str, value: object) -> Any:
-    """The method with a value that its class would refuse."""
+def with_invalid(method: Any, name: str, value: object) -> Any:
+    """The method with a value that its class would reject."""
     changed = copy.copy(method)
     object.__setattr__(changed, name, value)
     return changed
 
 
-def written_out(kind: Any) -> tuple[object, ...] | None:
-    """All values of a type that has few of them."""
+def all_values(kind: Any) -> tuple[object, ...] | None:
+    """All values of a Literal or bool type."""
     if get_origin(kind) is Literal:
         return get_args(kind)
     return (False, True) if kind is bool else None
 
 
 @every_fast
-def test_a_form_says_what_it_understands_of_every_setting_and_of_no_other(fast: Fast) -> None:
+def test_a_fast_stepper_lists_exactly_the_settings_of_its_method(fast: Fast) -> None:
     settings = kinds(method_of(fast))
     assert fast.supports.keys() == settings.keys()
-    assert set(fast.together) <= settings.keys()
+    assert set(fast.group_by) <= settings.keys()
 
 
 @every_fast
-def test_of_settings_with_few_values_those_understood_are_written_out(fast: Fast) -> None:
+def test_supported_values_of_literals_and_switches_are_listed(fast: Fast) -> None:
     for name, kind in kinds(method_of(fast)).items():
-        values = written_out(kind)
+        values = all_values(kind)
         if values is not None:
             known = fast.supports[name]
             assert isinstance(known, tuple), name
@@ -115,11 +115,11 @@ def test_of_settings_with_few_values_those_understood_are_written_out(fast: Fast
 
 
 @every_fast
-def test_a_value_that_is_not_listed_is_left_to_the_method_s_own_steps(
+def test_a_value_that_is_not_listed_falls_back_to_the_plain_stepper(
     fast: Fast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip(fast.needs)
-    monkeypatch.setattr(steppers, "FORMS", [fast._replace(device="cpu")])
+    monkeypatch.setattr(steppers, "FAST", [fast._replace(device="cpu")])
     task, _, _ = tt.toy()
     method = method_of(fast)()
     assert fast_of(task, method) is not None
@@ -128,9 +128,9 @@ def test_a_value_that_is_not_listed_is_left_to_the_method_s_own_steps(
         known = fast.supports[name]
         values: tuple[object, ...] = ("novel",)
         if isinstance(known, tuple):
-            values += tuple(value for value in (*(written_out(kind) or ()), 7) if value not in known)
+            values += tuple(value for value in (*(all_values(kind) or ()), 7) if value not in known)
         for value in values:
-            other = made_up(method, name, value)
+            other = with_invalid(method, name, value)
             assert fast_of(task, other) is None, f"{name}={value!r}"
             assert isinstance(open_stepper(task, [other], [method.init(task)]), Plain)
             unlisted += 1
@@ -138,7 +138,7 @@ def test_a_value_that_is_not_listed_is_left_to_the_method_s_own_steps(
 
 
 @every_fast
-def test_a_setting_that_a_form_does_not_know_is_left_to_the_method_s_own_steps(fast: Fast) -> None:
+def test_a_setting_that_is_not_listed_is_not_supported(fast: Fast) -> None:
     method = method_of(fast)()
     assert supported(fast, method)
     for name in fast.supports:
@@ -146,12 +146,12 @@ def test_a_setting_that_a_form_does_not_know_is_left_to_the_method_s_own_steps(f
         assert not supported(fast._replace(supports=known), method), name
 
 
-def test_every_update_rule_of_the_text_has_a_share_of_its_own() -> None:
+def test_every_text_update_rule_has_a_share() -> None:
     assert SHARES.keys() == set(get_args(kinds(DPE)["text_update"]))
 
 
 @pytest.mark.parametrize("name", COMPILED)
-def test_the_fastest_stepper_is_chosen_unless_the_reference_is_asked_for(name: str) -> None:
+def test_the_fastest_stepper_is_chosen_unless_the_reference_is_requested(name: str) -> None:
     task, _, _ = tt.toy()
     method = COMPILED[name]()
     assert type(open_stepper(task, [method])).__module__ == f"testtime.steppers.cpu.{name}"
@@ -159,60 +159,60 @@ def test_the_fastest_stepper_is_chosen_unless_the_reference_is_asked_for(name: s
 
 
 @pytest.mark.parametrize("reference", [False, True], ids=["chosen", "reference"])
-def test_runs_that_cannot_share_a_stepper_answer_together_as_each_does_alone(reference: bool) -> None:
+def test_a_composite_gives_what_its_steppers_give_alone(reference: bool) -> None:
     task, stream, _ = tt.toy(images=20)
     methods = [DPE(queue=2), METHODS["mta"], DPE(), TDA()]
-    row = open_stepper(task, methods, reference=reference)
+    composite = open_stepper(task, methods, reference=reference)
     alone = [open_stepper(task, [method], reference=reference) for method in methods]
-    assert isinstance(row, Row)
+    assert isinstance(composite, Composite)
     for image in stream[:5]:
-        assert torch.equal(row.peek(image), torch.cat([stepper.peek(image) for stepper in alone]))
-        logits, learned = row.step(image)
+        assert torch.equal(composite.peek(image), torch.cat([stepper.peek(image) for stepper in alone]))
+        logits, learned = composite.step(image)
         each = [stepper.step(image) for stepper in alone]
         assert torch.equal(logits, torch.cat([rows for rows, _ in each]))
         assert learned.tolist() == [bool(one) for _, one in each]
-    halfway = row.snapshot()
+    halfway = composite.snapshot()
     assert same(halfway, [stepper.snapshot()[0] for stepper in alone])
-    rest = row.scan(stream[5:])
+    rest = composite.scan(stream[5:])
     assert torch.equal(rest, torch.cat([stepper.scan(stream[5:]) for stepper in alone]))
-    row.restore(halfway)
-    assert torch.equal(row.scan(stream[5:]), rest)
+    composite.restore(halfway)
+    assert torch.equal(composite.scan(stream[5:]), rest)
 
 
-# Looks, snapshots and threads
+# Peeks, snapshots and threads
 
 
 @every_method
 @every_stepper
 @pytest.mark.parametrize("views", [1, 12])
-def test_a_peek_gives_what_the_step_then_gives_and_leaves_the_state_as_it_was(
+def test_a_peek_gives_what_the_next_step_gives_and_leaves_the_state_unchanged(
     method: Any, opened: Callable[..., Any], views: int
 ) -> None:
     task, stream, _ = tt.toy(classes=7, dim=30, images=24, views=views)
     undisturbed, stepper = (opened(task, [method], [method.init(task)]) for _ in range(2))
-    for place, image in enumerate(stream):
+    for index, image in enumerate(stream):
         before = copied(stepper.snapshot())
-        peeking = [stepper.peek(image), stepper.peek(stream[place * 7 % 24]), stepper.peek(image)]
+        peeks = [stepper.peek(image), stepper.peek(stream[index * 7 % 24]), stepper.peek(image)]
         assert all(map(torch.equal, leaves(stepper.snapshot()), before))
         (logits, learned), (expected, expected_learned) = stepper.step(image), undisturbed.step(image)
-        assert torch.equal(peeking[0], logits) and torch.equal(peeking[2], logits)
+        assert torch.equal(peeks[0], logits) and torch.equal(peeks[2], logits)
         assert torch.equal(logits, expected) and same(stepper.snapshot(), undisturbed.snapshot())
         assert learned.shape == (1,) and learned.dtype == torch.bool and torch.equal(learned, expected_learned)
 
 
 @pytest.mark.parametrize("name", COMPILED)
-def test_a_peek_at_settings_side_by_side_is_that_of_each(name: str) -> None:
+def test_a_peek_at_settings_side_by_side_gives_what_each_gives_alone(name: str) -> None:
     number = {"dpe": "alpha", "tda": "pos_alpha", "tps": "lr", "dmn": "beta"}[name]
     methods = [COMPILED[name](**{number: value}) for value in (0.5, 2.0)]
     task, stream, _ = tt.toy(classes=7, dim=30, images=24, views=12)
     together, alone = open_stepper(task, methods), [open_stepper(task, [method]) for method in methods]
     for image in stream:
-        look = together.peek(image)
-        assert torch.equal(look, torch.cat([stepper.peek(image) for stepper in alone]))
-        assert torch.equal(together.step(image)[0], look)
+        peek = together.peek(image)
+        assert torch.equal(peek, torch.cat([stepper.peek(image) for stepper in alone]))
+        assert torch.equal(together.step(image)[0], peek)
         for stepper in alone:
             stepper.step(image)
-    assert not torch.equal(look[0], look[1])
+    assert not torch.equal(peek[0], peek[1])
 
 
 @every_method
@@ -229,7 +229,7 @@ def test_a_restored_stepper_repeats_the_same_logits(method: Any, opened: Callabl
     stepper.restore(early)
     assert torch.equal(stepper.scan(stream[10:]), first)
     assert all(map(torch.equal, leaves(stepper.snapshot()), late))
-    assert all(map(torch.equal, leaves(early), kept)), "a state that is restored is copied"
+    assert all(map(torch.equal, leaves(early), kept)), "a restored state is copied"
     other = opened(task, [method], early)
     assert torch.equal(other.scan(stream[10:]), first)
 
@@ -250,31 +250,31 @@ def test_sessions_in_threads_give_what_each_gives_alone() -> None:
     together: dict[int, Tensor] = {}
     ready = threading.Barrier(len(methods))
 
-    def run(place: int) -> None:
-        together[place] = answers(methods[place], streams[place], ready.wait)
+    def run(index: int) -> None:
+        together[index] = answers(methods[index], streams[index], ready.wait)
 
-    threads = [threading.Thread(target=run, args=(place,)) for place in range(len(methods))]
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(methods))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    for place, expected in enumerate(alone):
-        assert torch.equal(together[place], expected)
+    for index, expected in enumerate(alone):
+        assert torch.equal(together[index], expected)
 
 
 class Spied:
-    """A stepper that writes down what is asked of it."""
+    """A stepper that records which of its methods are used."""
 
     def __init__(self, stepper: Any) -> None:
-        self.stepper, self.asked = stepper, []
+        self.stepper, self.calls = stepper, []
 
     def __getattr__(self, name: str) -> Any:
-        self.asked.append(name)
+        self.calls.append(name)
         return getattr(self.stepper, name)
 
 
 @pytest.mark.parametrize("reference", [False, True], ids=["chosen", "reference"])
-def test_a_prediction_is_one_look_and_no_copy(reference: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prediction_is_one_peek_and_no_copy(reference: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     spies = []
 
     def spied(*arguments: Any, **options: Any) -> Any:
@@ -289,11 +289,11 @@ def test_a_prediction_is_one_look_and_no_copy(reference: bool, monkeypatch: pyte
     for image in stream:
         prediction = session.predict(image)
         assert not prediction.learned
-    assert [spy.asked for spy in spies] == [["step", "peek", "peek", "peek"]]
+    assert [spy.calls for spy in spies] == [["step", "peek", "peek", "peek"]]
     assert session.count == 1
 
 
-# The same bits wherever a stream is cut
+# The same bits wherever a stream is split
 
 
 PRODUCTS = {
@@ -303,7 +303,7 @@ PRODUCTS = {
 
 
 class Products(TorchDispatchMode):
-    """Writes down, of every product of matrices or vectors, how its factors lie in memory."""
+    """Records the memory layout of the operands of every matrix and vector product."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -313,23 +313,23 @@ class Products(TorchDispatchMode):
         name = func._schema.name.partition("::")[2]
         if name.rstrip("_") in PRODUCTS or name in PRODUCTS:
             factors = [tensor for tensor in args if isinstance(tensor, Tensor)]
-            places = [(tuple(t.shape), t.stride(), t.data_ptr() % ALIGNMENT) for t in factors]
-            self.found.append((name, *places))
+            layouts = [(tuple(t.shape), t.stride(), t.data_ptr() % ALIGNMENT) for t in factors]
+            self.found.append((name, *layouts))
         return func(*args, **(kwargs or {}))
 
 
 def products(session: tt.Session, chunks: Any) -> tuple[list[tuple[Any, ...]], Tensor]:
-    """The products of a session over a stream that comes in chunks, and its logits."""
-    with Products() as written:
+    """The products of a session over a stream in chunks, and its logits."""
+    with Products() as recorded:
         logits = torch.cat([session.scan(chunk) for chunk in chunks])
-    return written.found, logits
+    return recorded.found, logits
 
 
 @every_method
 @pytest.mark.parametrize("views", [1, 12])
 @pytest.mark.parametrize("dim", [30, 32])
 @pytest.mark.parametrize("text", [aligned, off_alignment], ids=["text aligned", "text 8 bytes off"])
-def test_factors_of_products_lie_alike_wherever_a_stream_is_cut(
+def test_operands_have_the_same_layout_wherever_a_stream_is_split(
     method: Any, views: int, dim: int, text: Callable[[Tensor], Tensor], tmp_path: Path
 ) -> None:
     whole_task, stream, _ = tt.toy(classes=7, dim=dim, images=16, views=views)
@@ -343,14 +343,14 @@ def test_factors_of_products_lie_alike_wherever_a_stream_is_cut(
     loaded = tt.Session.load(session.save(tmp_path / "s.safetensors"), task, reference=True)
     given = opened(task)
     given.state, given.count = all_off_alignment(session.state), session.count
-    cuts = {
+    splits = {
         "uninterrupted": products(session, [stream[7:]]),
         "loaded": products(loaded, [stream[7:]]),
         "from a state off alignment": products(given, [stream[7:]]),
-        "cut elsewhere": products(_after(opened(task), stream[:7].split([2, 4, 1])), stream[7:].split([1, 5, 3])),
+        "split elsewhere": products(_after(opened(task), stream[:7].split([2, 4, 1])), stream[7:].split([1, 5, 3])),
         "one by one": products(_after(opened(task), stream[:7].split(1)), stream[7:].split(1)),
     }
-    for name, (found, logits) in cuts.items():
+    for name, (found, logits) in splits.items():
         assert found == whole[len(whole) - len(found) :] and found, name
         assert torch.equal(logits, expected[7:]), name
 
@@ -361,7 +361,7 @@ def _after(session: tt.Session, chunks: Any) -> tt.Session:
     return session
 
 
-def test_a_task_a_view_and_a_stream_are_aligned_only_where_they_are_not() -> None:
+def test_tensors_are_copied_only_if_they_are_not_aligned() -> None:
     task, stream, _ = tt.toy(dim=32)
     task = aligned_task(task)
     assert aligned_task(task) is task and aligned(task.text) is task.text
@@ -382,7 +382,7 @@ def arrays(part: Any) -> Iterator[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("settings", [{}, {"multi_view_prediction": True}, {"align_weight": 0.0}], ids=str)
-def test_matrices_that_compiled_loops_multiply_begin_with_a_line_of_the_cache(settings: dict[str, Any]) -> None:
+def test_matrices_of_compiled_loops_are_aligned_to_cache_lines(settings: dict[str, Any]) -> None:
     dpe = pytest.importorskip("testtime.steppers.cpu.dpe")
     task, stream, _ = tt.toy(classes=7, dim=30, images=24, views=3)
     stepper = dpe.Stepper(task, [DPE(entropy_threshold=0.5, **settings)], [DPE().init(task)])
@@ -392,14 +392,14 @@ def test_matrices_that_compiled_loops_multiply_begin_with_a_line_of_the_cache(se
         stepper.step(image)
         (run,) = stepper.runs
         evolutions.add(int(run.run.updates[0]) % 2)
-        # what holds one number for each class never is a factor, and begins anywhere
+        # vectors with one number per class are never operands, and need no alignment
         matrices = [(name, array) for name, array in arrays(run.run) if array.ndim > 1]
         for name, array in [*matrices, *arrays(run.scratch)]:
             assert not array.size or (array.ctypes.data % ALIGNMENT == 0 and array.flags.c_contiguous), name
-    assert evolutions == {0, 1}  # text prototypes change places with those they evolve to
+    assert evolutions == {0, 1}  # text prototypes swap buffers with the evolved ones
 
 
-def test_compiled_loops_get_every_image_at_a_line_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_loops_get_every_image_aligned_to_a_cache_line(monkeypatch: pytest.MonkeyPatch) -> None:
     dpe_loops = pytest.importorskip("testtime.steppers.cpu.dpe_loops")
     scan, images = dpe_loops.scan, []
 
@@ -411,7 +411,7 @@ def test_compiled_loops_get_every_image_at_a_line_of_the_cache(monkeypatch: pyte
         scan(stream, *rest)
 
     monkeypatch.setattr(dpe_loops, "scan", spy)
-    for dim, views, place, lengths in (
+    for dim, views, layout, lengths in (
         (32, 2, aligned, [9]),  # images of 256 bytes each
         (32, 2, off_alignment, [1] * 9),
         (30, 1, aligned, [1] * 9),
@@ -419,13 +419,13 @@ def test_compiled_loops_get_every_image_at_a_line_of_the_cache(monkeypatch: pyte
     ):
         task, stream, _ = tt.toy(dim=dim, images=9, views=views)
         images.clear()
-        logits = open_stepper(task, [DPE()]).scan(place(stream))
+        logits = open_stepper(task, [DPE()]).scan(layout(stream))
         assert images == lengths
         assert torch.equal(logits, torch.cat([open_stepper(task, [DPE()]).scan(aligned(stream))]))
 
 
-def test_compiled_loops_round_in_the_order_that_is_written() -> None:
-    """Not as a compiler likes it: a loop just compiled and one found on disk would differ in the last bit."""
+def test_compiled_loops_round_in_the_order_written() -> None:
+    """With reordered sums, a freshly compiled loop and a cached one would differ in the last bit."""
     pytest.importorskip("numba")
     from numba.core.dispatcher import Dispatcher
 
@@ -438,7 +438,7 @@ def test_compiled_loops_round_in_the_order_that_is_written() -> None:
                 assert not function.targetoptions.get("fastmath"), f"{module.__name__}.{name}"
                 found += 1
     assert found > 30
-    for path in folder.glob("*.py"):  # functions that are compiled inside their callers have options of their own
+    for path in folder.glob("*.py"):  # functions compiled inside their callers have their own options
         assert "fastmath=" not in path.read_text() and '"fastmath"' not in path.read_text(), path
 
 
@@ -450,31 +450,31 @@ def denormals(tensor: Tensor) -> int:
 
 
 @pytest.mark.parametrize("kind", ["nearly equal", "at right angles"])
-def test_the_alignment_holds_no_denormal_number(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_alignment_contains_no_denormals(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     noise = torch.Generator().manual_seed(0)
     task, _, _ = tt.toy(classes=24, dim=64)
     wobble = torch.randn(24, 64, generator=noise)
     rows = task.text[:1] + 1e-3 * wobble if kind == "nearly equal" else torch.eye(24, 64) + 2e-2 * wobble
     task = replace(task, text=ops.unit(rows))
-    misplaced, seen = ops._misplaced, []
+    original, seen = ops._logit_gradient, []
 
     def spy(similarity: Tensor, dim: int) -> Tensor:
-        seen.append((denormals(similarity.softmax(dim)), misplaced(similarity, dim).clone()))
+        seen.append((denormals(similarity.softmax(dim)), original(similarity, dim).clone()))
         return seen[-1][1].clone()
 
-    monkeypatch.setattr(ops, "_misplaced", spy)
+    monkeypatch.setattr(ops, "_logit_gradient", spy)
     stream = ops.unit(task.text + 1e-3 * torch.randn(24, 64, generator=noise))[:, None]
     open_stepper(task, [DPE()], reference=True).scan(stream)
     assert len(seen) == 24 and all(denormals(pull) == 0 for _, pull in seen)
-    assert any(before for before, _ in seen) == (kind == "at right angles"), "what there would be without a threshold"
+    assert any(before for before, _ in seen) == (kind == "at right angles"), "without the threshold there would be some"
 
 
-def test_chances_below_the_threshold_are_nothing_and_those_above_are_kept() -> None:
+def test_probabilities_below_the_threshold_become_zero_and_others_are_kept() -> None:
     gaps = torch.tensor([0.0, -30.0, -60.0, -68.0, -70.0, -88.0, -95.0, -103.0])
     rows = gaps[None].repeat(8, 1)
     plain = rows.double().softmax(1)
-    pull = ops._misplaced(rows.clone(), 1) + torch.eye(8)
-    kept = plain >= ops.NOTHING
+    pull = ops._logit_gradient(rows.clone(), 1) + torch.eye(8)
+    kept = plain >= ops.NEGLIGIBLE
     off = ~torch.eye(8, dtype=torch.bool)
     assert torch.equal(pull[off] > 0, kept[off]) and not denormals(pull)
     torch.testing.assert_close(pull[off & kept], plain.float()[off & kept], rtol=1e-4, atol=0)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_steppers_cpu_dpe import assert_goes_on
+from test_steppers_cpu_dpe import assert_resumes
 from tolerances import assert_close
 
 import testtime as tt
@@ -17,8 +17,8 @@ from testtime.methods.base import leaves
 from testtime.methods.dmn import DMN
 from testtime.methods.tda import TDA
 from testtime.methods.tps import TPS
-from testtime.steppers import aligned_task, fast_of, open_stepper, together
-from testtime.steppers.plain import Plain, Row
+from testtime.steppers import aligned_task, fast_of, group_key, open_stepper
+from testtime.steppers.plain import Composite, Plain
 from testtime.steppers.sweep import sweep
 
 CASES = {
@@ -53,7 +53,7 @@ def toy(dtype: torch.dtype = torch.float32, views: int = 12, images: int = 60) -
 
 
 def with_ties(task: tt.Task, stream: torch.Tensor) -> tuple[tt.Task, torch.Tensor]:
-    """The same with classes of equal prototypes, images that come back, and views that are equal."""
+    """The same with duplicate prototypes, repeated images and equal views."""
     text = task.text.clone()
     text[7], text[9] = text[2], text[4]
     stream = torch.cat([stream, stream[::3], stream[::3]])
@@ -62,8 +62,8 @@ def with_ties(task: tt.Task, stream: torch.Tensor) -> tuple[tt.Task, torch.Tenso
     return replace(task, text=text), stream
 
 
-def followed(task: tt.Task, method: Any, stream: torch.Tensor) -> None:
-    """Hold every step of the loops, from the plain state, to the method's own."""
+def assert_same_steps(task: tt.Task, method: Any, stream: torch.Tensor) -> None:
+    """Compare every step of the loops, from the plain state, with the method's own."""
     state = method.init(task)
     for image in stream:
         stepper = open_stepper(task, [method], [state])
@@ -73,7 +73,7 @@ def followed(task: tt.Task, method: Any, stream: torch.Tensor) -> None:
         expected, after = method.step(aligned_task(task), state, image)
         assert_close(logits, expected, "stepper", "logits")
         assert learned == method.learned(state, after)
-        assert all(map(torch.equal, leaves(state), kept)), "the state given is left alone"
+        assert all(map(torch.equal, leaves(state), kept)), "the given state is not modified"
         assert all(map(torch.equal, leaves(stepper.snapshot()[0]), leaves(after)))
         state = after
 
@@ -83,14 +83,14 @@ def followed(task: tt.Task, method: Any, stream: torch.Tensor) -> None:
 @pytest.mark.parametrize("views", [1, 20])
 def test_each_step_is_the_method_s_own_from_the_same_state(method: Any, dtype: torch.dtype, views: int) -> None:
     task, stream = toy(dtype, views)
-    followed(task, method, stream[:30])
+    assert_same_steps(task, method, stream[:30])
 
 
 @every_case
 @pytest.mark.parametrize("views", [1, 12])
-def test_ties_are_broken_as_the_method_breaks_them(method: Any, views: int) -> None:
+def test_ties_are_broken_as_in_the_method(method: Any, views: int) -> None:
     task, stream = with_ties(*toy(views=views, images=24))
-    followed(task, method, stream)
+    assert_same_steps(task, method, stream)
 
 
 @every_case
@@ -104,9 +104,9 @@ def test_a_stream_ends_where_the_method_s_own_does(method: Any) -> None:
 
 
 @one_of_each
-def test_a_run_that_is_saved_and_loaded_goes_on_bit_for_bit(method: Any, tmp_path) -> None:
+def test_a_run_that_is_saved_and_loaded_resumes_bit_for_bit(method: Any, tmp_path) -> None:
     task, stream = toy()
-    assert_goes_on(task, method, stream, tmp_path)
+    assert_resumes(task, method, stream, tmp_path)
 
 
 GRIDS = {
@@ -119,7 +119,7 @@ GRIDS = {
 @pytest.mark.parametrize("methods", GRIDS.values(), ids=GRIDS.keys())
 def test_settings_side_by_side_give_what_each_gives_alone(methods: list[Any]) -> None:
     task, stream = toy()
-    assert len({together(task, method) for method in methods}) == 1
+    assert len({group_key(task, method) for method in methods}) == 1
     side_by_side = sweep(task, methods, stream.split(25))
     for method, logits in zip(methods, side_by_side, strict=True):
         assert torch.equal(logits, tt.Session(task, method).scan(stream))
@@ -127,18 +127,18 @@ def test_settings_side_by_side_give_what_each_gives_alone(methods: list[Any]) ->
 
 def test_different_methods_never_run_side_by_side() -> None:
     task, _ = toy()
-    assert len({together(task, method) for method in (TDA(), TPS(), DMN(), TDA(selection=0.2))}) == 4
-    assert isinstance(open_stepper(task, [TDA(), DMN()]), Row)
+    assert len({group_key(task, method) for method in (TDA(), TPS(), DMN(), TDA(selection=0.2))}) == 4
+    assert isinstance(open_stepper(task, [TDA(), DMN()]), Composite)
 
 
-def test_several_steps_of_tps_are_left_to_the_method() -> None:
+def test_several_steps_of_tps_use_the_plain_stepper() -> None:
     task, stream = toy()
     assert isinstance(open_stepper(task, [TPS(steps=2)]), Plain)
     plain = tt.Session(task, TPS(steps=2), reference=True).scan(stream)
     assert torch.equal(tt.Session(task, TPS(steps=2)).scan(stream), plain)
 
 
-def test_a_class_derived_from_a_method_runs_its_own_steps() -> None:
+def test_a_subclass_of_a_method_runs_its_own_steps() -> None:
     class Own(TDA):
         pass
 
@@ -147,8 +147,8 @@ def test_a_class_derived_from_a_method_runs_its_own_steps() -> None:
     assert fast_of(task, oracle.oracle_of(DMN())) is None
 
 
-def test_a_state_that_holds_more_than_probabilities_is_asked_in_full() -> None:
-    """A state comes from a file, which may hold anything: here every class is likely."""
+def test_a_state_with_invalid_probabilities_is_used_in_full() -> None:
+    """A state comes from a file, which may contain anything: here every class is likely."""
     task, stream = toy()
     method = TDA()
     state = method.init(task)
@@ -159,7 +159,7 @@ def test_a_state_that_holds_more_than_probabilities_is_asked_in_full() -> None:
 
 
 @one_of_each
-def test_without_numba_the_method_s_own_steps_do_the_work(method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_numba_the_method_s_own_steps_are_used(method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     task, stream = toy()
     monkeypatch.setattr(steppers, "find_spec", lambda name: None)
     assert isinstance(open_stepper(task, [method]), Plain)

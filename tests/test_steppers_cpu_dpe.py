@@ -36,7 +36,7 @@ SETTINGS = {
     "text not nudged": {"lr_text": 0.0},
     "other bookkeeping": {"renormalise_text": True, "gate_keeps": "above", "entropy_unit": "ln", "prompt_count": 0},
     "scaled affinity": {"scale_affinity": True, "alpha": 0.5},
-    "views chosen again": {"multi_view_prediction": True, "entropy_threshold": 0.5},
+    "views reselected": {"multi_view_prediction": True, "entropy_threshold": 0.5},
 }
 every_setting = pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
@@ -79,7 +79,7 @@ def test_a_stream_ends_where_the_method_s_own_does(settings) -> None:
     [{"steps": 2}, {"view_average": "probabilities"}, {"align_both": True}, {"adam_state": "fp16"}],
     ids=str,
 )
-def test_what_the_loops_are_not_written_for_is_left_to_the_method(settings) -> None:
+def test_unsupported_settings_use_the_plain_stepper(settings) -> None:
     task, stream, _ = toy(torch.float32, views=12)
     assert fast_of(task, DPE(**settings)) is None
     assert isinstance(open_stepper(task, [DPE(**settings)]), Plain)
@@ -88,7 +88,7 @@ def test_what_the_loops_are_not_written_for_is_left_to_the_method(settings) -> N
     )
 
 
-def test_a_class_derived_from_the_method_runs_its_own_steps() -> None:
+def test_a_subclass_of_the_method_runs_its_own_steps() -> None:
     class Own(DPE):
         pass
 
@@ -96,15 +96,15 @@ def test_a_class_derived_from_the_method_runs_its_own_steps() -> None:
     assert fast_of(task, Own()) is None and isinstance(open_stepper(task, [Own()]), Plain)
 
 
-def test_the_alignment_is_computed_anew_only_after_a_prototype_has_changed() -> None:
+def test_the_alignment_is_recomputed_only_after_a_prototype_has_changed() -> None:
     task, stream, _ = toy(torch.float32)
     stepper = open_stepper(task, [DPE()])
     before, kept = None, 0
     for image in stream:
-        spoilt = copy.deepcopy(stepper)
-        spoilt.runs[0].run.text.pull[:] = torch.nan
-        logits, learned = spoilt.step(image)
-        # a push of this very image counts: it comes before the residuals; an evolution of the text, for the next
+        corrupted = copy.deepcopy(stepper)
+        corrupted.runs[0].run.text.pull[:] = torch.nan
+        logits, learned = corrupted.step(image)
+        # a push of this image counts, as it comes before the residuals; evolving the text counts for the next image
         if before is False and not learned.any():
             assert logits.isnan().all()
             kept += 1
@@ -114,8 +114,8 @@ def test_the_alignment_is_computed_anew_only_after_a_prototype_has_changed() -> 
     assert 0 < kept < len(stream)
 
 
-def assert_goes_on(task, method, stream, folder) -> None:
-    """A run that is saved and loaded, or forked, goes on bit for bit."""
+def assert_resumes(task, method, stream, folder) -> None:
+    """A run that is saved and loaded, or forked, resumes bit for bit."""
     whole = tt.Session(task, method).scan(stream)
     session = tt.Session(task, method)
     session.scan(stream[:31])
@@ -126,12 +126,12 @@ def assert_goes_on(task, method, stream, folder) -> None:
     assert torch.equal(fork.scan(stream[31:]), whole[31:])
 
 
-def test_a_run_that_is_saved_and_loaded_goes_on_bit_for_bit(tmp_path) -> None:
+def test_a_run_that_is_saved_and_loaded_resumes_bit_for_bit(tmp_path) -> None:
     task, stream, _ = toy(torch.float32, views=12)
-    assert_goes_on(task, DPE(), stream, tmp_path)
+    assert_resumes(task, DPE(), stream, tmp_path)
 
 
-def test_a_step_that_was_broken_off_gives_out_no_state(monkeypatch) -> None:
+def test_after_an_interrupted_step_no_state_is_returned(monkeypatch) -> None:
     task, stream, _ = toy(torch.float32)
     stepper = open_stepper(task, [DPE()])
     monkeypatch.setattr(dpe_loops, "scan", lambda *_: 1 / 0)
@@ -141,7 +141,7 @@ def test_a_step_that_was_broken_off_gives_out_no_state(monkeypatch) -> None:
         stepper.snapshot()
 
 
-def test_without_numba_the_method_s_own_steps_do_the_work(monkeypatch) -> None:
+def test_without_numba_the_method_s_own_steps_are_used(monkeypatch) -> None:
     task, stream, _ = toy(torch.float32, views=12)
     monkeypatch.setattr(steppers, "find_spec", lambda name: None)
     assert isinstance(open_stepper(task, [DPE()]), Plain)
@@ -157,18 +157,18 @@ def two_threads():
 
 
 @pytest.mark.usefixtures("two_threads")
-def test_a_run_spread_over_threads_differs_by_rounding_and_is_the_same_every_time(monkeypatch, tmp_path) -> None:
+def test_a_run_split_over_threads_differs_by_rounding_and_is_reproducible(monkeypatch, tmp_path) -> None:
     task, stream, _ = toy(torch.float32, views=12)
     alone = open_stepper(task, [DPE()]).scan(stream)
-    monkeypatch.setattr(dpe, "HEAVY", 0)
+    monkeypatch.setattr(dpe, "PARALLEL_THRESHOLD", 0)
     spread = open_stepper(task, [DPE()]).scan(stream)
-    assert_close(spread, alone, "stream")  # the pieces of a product may be rounded otherwise than the whole
+    assert_close(spread, alone, "stream")  # the parts of a product may round differently from the whole
     assert torch.equal(open_stepper(task, [DPE()]).scan(stream), spread)
-    assert_goes_on(task, DPE(), stream, tmp_path)
+    assert_resumes(task, DPE(), stream, tmp_path)
 
 
 @pytest.mark.usefixtures("two_threads")
-def test_small_runs_keep_to_a_thread_and_give_what_a_sweep_gives(monkeypatch) -> None:
+def test_small_runs_use_one_thread_and_give_what_a_sweep_gives(monkeypatch) -> None:
     task, stream, _ = tt.toy(classes=60, dim=512, images=250, views=1)  # long enough for rounding to show
     grid = [DPE(), DPE(alpha=1.0), DPE(beta=2.0)]
     alone = [tt.Session(task, method).scan(stream) for method in grid]
@@ -176,20 +176,20 @@ def test_small_runs_keep_to_a_thread_and_give_what_a_sweep_gives(monkeypatch) ->
         assert torch.equal(logits, row)
     torch.set_num_threads(1)
     assert torch.equal(tt.Session(task, DPE()).scan(stream), alone[0])
-    monkeypatch.setattr(gemm, "_tell", None)  # where products cannot be told to
+    monkeypatch.setattr(gemm, "_set_threads", None)  # a library whose threads cannot be limited
     assert torch.equal(tt.Session(task, DPE()).scan(stream), alone[0])
 
 
-def test_without_torch_s_products_the_method_s_own_steps_do_the_work(monkeypatch) -> None:
+def test_without_torch_s_gemm_the_method_s_own_steps_are_used(monkeypatch) -> None:
     task, stream, _ = toy(torch.float32)
-    monkeypatch.setattr(gemm, "REACHED", False)
+    monkeypatch.setattr(gemm, "AVAILABLE", False)
     assert isinstance(open_stepper(task, [DPE()]), Plain)
     assert len(tt.sweep(task, [DPE(), DPE(alpha=1.0)], [stream])) == 2
-    assert not gemm.reach(Path("nowhere"), gemm.PRODUCTS)
+    assert not gemm.bind(Path("nowhere"), gemm.PRODUCTS)
 
 
-def test_an_image_that_is_nearly_certain_leaves_no_number_of_fewer_digits() -> None:
-    # such numbers slow every loop they get into twentyfold
+def test_a_nearly_certain_image_leaves_no_denormals() -> None:
+    # denormals slow down every loop twentyfold
     task, stream, _ = toy(torch.float32)
     stepper = open_stepper(task, [DPE()])
     stepper.scan(tt.ops.unit(task.text + 1e-4 * stream[0])[:, None])
@@ -199,22 +199,22 @@ def test_an_image_that_is_nearly_certain_leaves_no_number_of_fewer_digits() -> N
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_arrays_begin_with_a_line_of_the_cache(dtype) -> None:
+def test_arrays_are_aligned_to_cache_lines(dtype) -> None:
     for shape in ((), (5,), (3, 7), (2, 3, 5)):
         tensor = torch.randn(shape, dtype=dtype).mT if len(shape) > 1 else torch.randn(shape, dtype=dtype)
-        array = loops.owned(tensor)
-        assert array.ctypes.data % loops.LINE == 0 and array.flags.c_contiguous
+        array = loops.to_array(tensor)
+        assert array.ctypes.data % loops.CACHE_LINE == 0 and array.flags.c_contiguous
         assert (torch.from_numpy(array) == tensor).all() and array.shape == tuple(tensor.shape)
 
 
 @loops.compiled
 def logs(numbers, out) -> None:
-    for place in range(len(numbers)):
-        out[place] = loops.log(numbers[place])
+    for index in range(len(numbers)):
+        out[index] = loops.log(numbers[index])
 
 
 @pytest.mark.parametrize("real", [np.float32, np.float64])
-def test_logarithms_are_right_to_the_last_two_digits(real) -> None:
+def test_logarithms_are_accurate_to_the_last_two_digits(real) -> None:
     noise = np.random.default_rng(1)
     chances, powers = noise.random(10_000), 10.0 ** noise.uniform(-37, 37, 10_000)
     numbers = np.concatenate([chances, powers, [0.5, 2.0, 1 - 1e-4, 1 + 1e-4]]).astype(real)
@@ -223,10 +223,10 @@ def test_logarithms_are_right_to_the_last_two_digits(real) -> None:
     expected = np.log(numbers.astype(np.longdouble))
     assert (abs(out - expected) <= 2 * np.finfo(real).eps * abs(expected)).all()
     logs(np.array([0.0, 1.0], real), out)
-    assert math.isfinite(out[0]) and out[1] == 0  # nothing times the first is nothing
+    assert math.isfinite(out[0]) and out[1] == 0  # zero times the first is zero
 
 
-def test_loops_leave_torch_as_many_threads_as_it_has() -> None:
+def test_loops_do_not_change_torch_s_number_of_threads() -> None:
     code = """
 import torch, testtime as tt
 task, stream, _ = tt.toy()

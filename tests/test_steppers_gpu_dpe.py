@@ -27,10 +27,10 @@ from testtime.steppers.gpu import dpe, graph
 pytest.importorskip("triton")
 
 (KERNELS,) = (fast for fast in FAST if fast.device == "cuda")
-NOT_FOR_KERNELS = {"no queues", "views chosen again"}
-FITTING = [name for name in SETTINGS if name not in NOT_FOR_KERNELS]
+UNSUPPORTED = {"no queues", "views reselected"}
+FITTING = [name for name in SETTINGS if name not in UNSUPPORTED]
 
-# Settings that run side by side, which differ in every number and in every switch; the second has no alignment
+# Settings to run side by side that differ in every number and switch; the second has no alignment
 SIDE_BY_SIDE: list[dict[str, Any]] = [
     {"entropy_threshold": 0.01},
     {"align_weight": 0.0, "lr_text": 2e-3, "entropy_threshold": 0.02},
@@ -49,7 +49,7 @@ SIDE_BY_SIDE: list[dict[str, Any]] = [
 ]
 SHAPES = ["one view", "more classes", "first images", "all views", "whole sums"]
 
-# Triton asks whether to interpret when it is imported, so this needs a process of its own
+# Triton decides whether to interpret when it is imported, so this needs its own process
 PROGRAM = """
 import gc, json, sys
 from dataclasses import replace
@@ -63,17 +63,17 @@ from testtime.methods.base import leaves
 from testtime.methods.dpe import DPE
 from testtime.steppers.gpu import dpe, graph
 
-gc.disable()  # the interpreter makes many objects, and no rings of them
+gc.disable()  # the interpreter creates many objects, and no reference cycles
 # small tiles, so that small tasks have several of each
-dpe.PAD, dpe.FEW = 32, 0
+dpe.PAD, dpe.SMALL_BELOW = 32, 0
 for name, tile in {
     "view_logits": dict(VIEWS=16, DEPTH=16), "choose": dict(PART=16), "rows": dict(CELLS=512),
-    "similarity": dict(ROWS=16, COLUMNS=32, DEPTH=16), "misplace": dict(ROWS=16, COLUMNS=32),
+    "similarity": dict(ROWS=16, COLUMNS=32, DEPTH=16), "logit_gradient": dict(ROWS=16, COLUMNS=32),
     "pull": dict(ROWS=32, COLUMNS=16, DEPTH=16),
 }.items():
     dpe.TILES[name].update(tile)
 
-def far(ours, plain):
+def difference(ours, plain):
     ours, plain = ours.double(), plain.double()
     same = (ours == plain) | (ours - plain).abs().lt(1e-30)
     return float(torch.where(same, 0.0, (ours - plain).abs()).max())
@@ -96,8 +96,8 @@ def steps_apart(classes, views, start, settings):
     for image in stream:
         logits, reached, kernels = step(method, task, state, image)
         expected, after = method.step(task, state, image)
-        logits_apart = max(logits_apart, far(logits, expected))
-        state_apart = max(state_apart, *map(far, leaves(reached), leaves(after)))
+        logits_apart = max(logits_apart, difference(logits, expected))
+        state_apart = max(state_apart, *map(difference, leaves(reached), leaves(after)))
         learned_alike &= bool(kernels.learned[0]) == bool(method.learned(state, after))
         state = after
     return logits_apart, state_apart, learned_alike
@@ -109,11 +109,11 @@ found["one view"] = steps_apart(10, 1, 20, {})
 found["more classes"] = steps_apart(37, 20, 30, {})
 found["first images"] = steps_apart(7, 3, 0, {})
 found["all views"] = steps_apart(10, 20, 20, {"selection": 1.0})
-room, dpe.ROOM = dpe.ROOM, 0
+enough, dpe.ENOUGH_PROGRAMS = dpe.ENOUGH_PROGRAMS, 0
 found["whole sums"] = steps_apart(37, 5, 20, {})
-dpe.ROOM = room
+dpe.ENOUGH_PROGRAMS = enough
 
-# a stream through a stepper, in two goes, and with looks in between
+# a stream through a stepper, in two parts, and with peeks in between
 graph.STEPS = 4
 task, stream, _ = tt.toy(classes=10, dim=24, images=7, views=12)
 method = DPE(entropy_threshold=0.3)
@@ -121,45 +121,45 @@ expected, last = method.scan(task, method.init(task), stream)
 stepper = dpe.Stepper(task, [method], [method.init(task)])
 whole = stepper.scan(stream)[0]
 assert isinstance(stepper._body, dpe.Kernels)
-found["stream"] = [far(whole, expected), float((whole.argmax(1) == expected.argmax(1)).float().mean())]
+found["stream"] = [difference(whole, expected), float((whole.argmax(1) == expected.argmax(1)).float().mean())]
 found["stream updates"] = [int(stepper.snapshot()[0].updates), int(last.updates)]
 stepper.restore([method.init(task)])
 first = stepper.scan(stream[:4])[0]
 half = stepper.snapshot()
 stepper.scan(stream[:1])
 stepper.restore(half)
-found["stream in two goes"] = far(torch.cat([first, stepper.scan(stream[4:])[0]]), whole)
+found["stream in two parts"] = difference(torch.cat([first, stepper.scan(stream[4:])[0]]), whole)
 stepper.restore(half)
 apart, changed = 0.0, 0.0
 for image, logits in zip(stream[4:], whole[4:]):
     before = stepper.snapshot()
-    looks = [stepper.peek(image), stepper.peek(stream[0]), stepper.peek(image)]
-    changed = max(changed, *map(far, leaves(stepper.snapshot()), leaves(before)))
+    peeks = [stepper.peek(image), stepper.peek(stream[0]), stepper.peek(image)]
+    changed = max(changed, *map(difference, leaves(stepper.snapshot()), leaves(before)))
     answer = stepper.step(image)[0]
-    apart = max(apart, *(far(each[0], logits) for each in (looks[0], looks[2], answer)))
-found["looks"] = [apart, changed]
+    apart = max(apart, *(difference(each[0], logits) for each in (peeks[0], peeks[2], answer)))
+found["peeks"] = [apart, changed]
 
-# the products of the alignment: not again unless a prototype has changed
+# the products of the alignment: recomputed only if a prototype has changed
 task, method, state, stream = late(10, 3, entropy_threshold=0.0)
 state = state._replace(queue=Bank(state.queue.keys, torch.zeros_like(state.queue.cost)))
 logits, state, steps = step(method, task, state, stream[0])
 steps.similarity.fill_(7)
-steps.misplaced.fill_(7)
+steps.logit_gradients.fill_(7)
 steps.step(stream[0], kept := torch.empty(1, task.classes))
-found["kept"] = [far(kept[0], logits), float((steps.similarity - 7).abs().max())]
+found["cached"] = [difference(kept[0], logits), float((steps.similarity - 7).abs().max())]
 steps.state.cost.fill_(9)
 steps.step(stream[1], kept)
-found["anew"] = float((steps.similarity - 7).abs().min())
+found["recomputed"] = float((steps.similarity - 7).abs().min())
 
-# settings side by side, each from a state of its own
+# settings side by side, each from its own state
 dpe.TILES["similarity"]["SPLIT"] = 2
 task, stream, _ = tt.toy(classes=7, dim=24, images=40, views=3)
 methods = [DPE(**settings) for settings in SIDE_BY_SIDE]
 states = []
 for run, method in enumerate(methods):
-    state = method.init(task)._replace(text=task.text.roll(run, 0))  # an image has another label in every run
+    state = method.init(task)._replace(text=task.text.roll(run, 0))  # an image has a different label in every run
     states.append(method.scan(task, state, stream[: 2 + 2 * run])[1])
-stream = stream[[25, 29]]  # the first is of a class that none has seen
+stream = stream[[25, 29]]  # the first is of a class that no run has seen
 stepper = dpe.Stepper(task, methods, states)
 stepper.warm_up(3)
 found["seen"] = stepper._body.seen.tolist()
@@ -181,7 +181,7 @@ for run, (method, state) in enumerate(zip(methods, states)):
     ends = leaves(alone.snapshot()[0]), leaves(stepper.snapshot()[run])
     found["side by side"].append(same and all(map(torch.equal, *ends)))
 
-# ties: the first class of equal logits; behind equal costs, and only if better than the worst
+# ties: the first class of equal logits; inserted after equal costs, and only if better than the worst
 task, method, state, stream = late(10, 1, text_update="none")
 label = int(task.zero_shot(stream[0][0]).argmax())
 text = task.text.clone()
@@ -200,7 +200,7 @@ for costs in ([1, 1, torch.inf], [1, 1, 1], [0.5, 1, 2], [2, 3, 4]):
     filled = cost[0].isfinite()
     full = state._replace(queue=Bank(keys * filled[None, :, None], cost), visual=keys.sum(1) / filled.sum())
     _, reached, _ = step(method, task, full, stream[0])
-    rows = [[far(row, key) for row in (*keys[0], stream[0][0])].index(0) for key in reached.queue.keys[0]]
+    rows = [[difference(row, key) for row in (*keys[0], stream[0][0])].index(0) for key in reached.queue.keys[0]]
     orders.append(rows)
 found["orders"] = orders
 print(json.dumps(found))
@@ -209,7 +209,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    """What the interpreter's steps differ by from the method's own, by what was compared."""
+    """Differences between the interpreter's steps and the method's own, by comparison."""
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     command = [sys.executable, "-W", "error::RuntimeWarning", "-c", PROGRAM, str(Path(__file__).parent)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
@@ -231,27 +231,27 @@ def test_a_stream_ends_where_the_method_s_own_does(found: dict[str, Any]) -> Non
     assert ours == expected > 1
 
 
-def test_a_run_goes_on_bit_for_bit_from_a_state_that_is_loaded(found: dict[str, Any]) -> None:
-    assert found["stream in two goes"] == 0
+def test_a_run_resumes_bit_for_bit_from_a_restored_state(found: dict[str, Any]) -> None:
+    assert found["stream in two parts"] == 0
 
 
-def test_a_look_gives_what_the_step_gives_and_changes_nothing(found: dict[str, Any]) -> None:
-    assert found["looks"] == [0, 0]
+def test_a_peek_gives_what_the_step_gives_and_changes_nothing(found: dict[str, Any]) -> None:
+    assert found["peeks"] == [0, 0]
 
 
-def test_the_alignment_is_computed_anew_only_after_a_prototype_has_changed(found: dict[str, Any]) -> None:
-    assert found["kept"] == [0, 0]
-    assert found["anew"] > 0
+def test_the_alignment_is_recomputed_only_after_a_prototype_has_changed(found: dict[str, Any]) -> None:
+    assert found["cached"] == [0, 0]
+    assert found["recomputed"] > 0
 
 
 def test_settings_side_by_side_give_bit_for_bit_what_each_gives_alone(found: dict[str, Any]) -> None:
     assert found["side by side"] == [True] * len(SIDE_BY_SIDE)
-    # whose text prototypes learned from the first image, and whose from the second
+    # which runs' text prototypes learned from the first image, and which from the second
     assert found["moves"] == [[1, 1, 1, 0, 0, 1, 1], [0, 0, 0, 0, 1, 0, 0]]
     assert len({*found["seen"]}) > 4
 
 
-def test_a_run_without_alignment_is_not_pulled_by_that_of_others(found: dict[str, Any]) -> None:
+def test_a_run_without_alignment_is_not_affected_by_that_of_others(found: dict[str, Any]) -> None:
     assert [pull > 0 for pull in found["pulls"]] == [bool(DPE(**each).align_weight) for each in SIDE_BY_SIDE]
 
 
@@ -259,8 +259,8 @@ def test_the_first_class_of_equal_logits_gets_the_image(found: dict[str, Any]) -
     assert found["first of equals"] == [0]
 
 
-def test_a_queue_puts_a_feature_behind_its_equals_and_keeps_the_better_ones(found: dict[str, Any]) -> None:
-    # 0, 1 and 2 are those it held, in this order; 3 is the new one
+def test_a_queue_inserts_a_feature_after_its_equals_and_keeps_the_better_ones(found: dict[str, Any]) -> None:
+    # 0, 1 and 2 are the previous features, in this order; 3 is the new one
     assert found["orders"] == [[0, 1, 3], [0, 1, 2], [0, 1, 3], [3, 0, 1]]
 
 
@@ -268,7 +268,7 @@ OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 
 
 class Launches:
-    """Stands in for the modules of kernels: writes down what would be launched, and with how many programs."""
+    """A stand-in for the kernel modules: records what would be launched, and with how many programs."""
 
     def __init__(self) -> None:
         self.programs: dict[str, int] = {}
@@ -282,7 +282,7 @@ class Launches:
             def __getitem__(_, grid: tuple[int, ...]) -> Any:
                 def launch(*arguments: Any, **named: Any) -> None:
                     options = {option: named.pop(option) for option in OPTIONS if option in named}
-                    bound = inspect.signature(kernel.fn).bind(*arguments, **named)  # each argument, and once
+                    bound = inspect.signature(kernel.fn).bind(*arguments, **named)  # every argument exactly once
                     self.programs[name] = math.prod(grid)
                     self.launch(kernel, bound.arguments, options)
 
@@ -295,7 +295,7 @@ class Launches:
 
 
 class Compiles(Launches):
-    """Compiles what would be launched for an H100 or H200, down to what they run."""
+    """Compiles what would be launched for an H100 or H200, down to machine code."""
 
     def launch(self, kernel: Any, arguments: dict[str, Any], options: dict[str, Any]) -> None:
         import triton
@@ -304,10 +304,10 @@ class Compiles(Launches):
 
         constants = {name: value for name, value in arguments.items() if name.isupper()}
         signature = {name: "constexpr" if name in constants else kind(value) for name, value in arguments.items()}
-        # what Triton would find out about the arguments: places and sizes that are multiples of 16
+        # what Triton would infer about the arguments: pointers and sizes that are multiples of 16
         even = {
-            (place,): [["tt.divisibility", 16]]
-            for place, (name, value) in enumerate(arguments.items())
+            (index,): [["tt.divisibility", 16]]
+            for index, (name, value) in enumerate(arguments.items())
             if isinstance(value, torch.Tensor) or (name not in constants and isinstance(value, int) and value % 16 == 0)
         }
         source = ASTSource(kernel, signature, constants, even)
@@ -315,7 +315,7 @@ class Compiles(Launches):
 
 
 def kind(value: Any) -> str:
-    """What Triton calls the type of an argument."""
+    """Triton's name for the type of an argument."""
     names = {torch.float64: "*fp64", torch.float32: "*fp32", torch.float16: "*fp16", torch.int32: "*i32"}
     if isinstance(value, torch.Tensor):
         return names.get(value.dtype, "*i64")
@@ -330,7 +330,7 @@ def launches(
     recorder: Launches | None = None,
     **settings: Any,
 ) -> dict[str, int]:
-    """The kernels of one step and their numbers of programs."""
+    """The kernels of one step and their number of programs."""
     task, stream, _ = tt.toy(classes=classes, dim=dim, images=1, views=64)
     methods, recorder = [DPE(**settings)] * runs, recorder or Launches()
     with monkeypatch.context() as patch:
@@ -338,35 +338,39 @@ def launches(
         steps = dpe.Kernels(methods, task, 64)
     steps.kernels = steps.alignment = recorder  # type: ignore[assignment]
     steps.refresh()
-    assert set(recorder.programs) == {"aim"} and steps.stale.tolist() == [1] * runs
+    assert set(recorder.programs) == {"normalise"} and steps.stale.tolist() == [1] * runs
     recorder.programs.clear()
     steps.step(stream[0], torch.empty(runs, classes))
     return recorder.programs
 
 
-def test_a_step_is_eight_launches_and_fewer_where_parts_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    front, pull, back = ["view_logits", "choose", "push"], ["similarity", "misplace", "pull"], ["answer", "evolve"]
+def test_a_step_is_eight_launches_and_fewer_with_parts_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    front, pull, back = (
+        ["view_logits", "choose", "push"],
+        ["similarity", "logit_gradient", "pull"],
+        ["answer", "evolve"],
+    )
     assert list(launches(monkeypatch, 10, 24)) == front + pull + back
     assert list(launches(monkeypatch, 10, 24, align_weight=0.0)) == front + back
     assert list(launches(monkeypatch, 10, 24, steps=0)) == front + back
     assert list(launches(monkeypatch, 10, 24, text_update="none")) == front + pull + back[:1]
 
 
-def test_products_have_as_many_programs_as_a_gpu_has_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_have_as_many_programs_as_a_gpu_has_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
     thousand = launches(monkeypatch, 1000, 512)
     assert thousand["similarity"] == 256 and thousand["pull"] == 128
     more = launches(monkeypatch, 1600, 512)
     assert more["pull"] == 13 * 8  # enough without splitting sums
 
 
-def test_settings_side_by_side_are_as_many_launches_with_the_same_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_side_by_side_need_the_same_launches_and_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = launches(monkeypatch, 100, 512)
     together = launches(monkeypatch, 100, 512, runs=5)
     assert together == {name: 5 * programs for name, programs in alone.items()}
     assert alone["similarity"] == 2 * 2 and alone["pull"] == 2 * 4 * 2
 
 
-def test_room_counts_what_a_run_takes_beside_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scratch_bytes_counts_the_buffers_beside_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dpe.Kernels, "refresh", lambda self: None)
     for classes, dim in ((100, 512), (1000, 512), (37, 100)):
         task, _, _ = tt.toy(classes=classes, dim=dim, images=1)
@@ -376,26 +380,26 @@ def test_room_counts_what_a_run_takes_beside_its_state(monkeypatch: pytest.Monke
         assert 0.8 * taken < 2 * dpe.scratch_bytes(task) < 1.6 * taken
 
 
-def test_every_kernel_compiles_for_a_gpu_that_is_not_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_every_kernel_compiles_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     compiled = launches(monkeypatch, 100, 64, recorder=Compiles(), runs=2)
     assert len(compiled) == 8
 
 
-def test_stages_find_room_in_shared_memory() -> None:
+def test_stages_fit_in_shared_memory() -> None:
     tile = {"ROWS": 128, "COLUMNS": 128, "DEPTH": 64}
-    assert [dpe._stages(tile, scratch_bytes) for scratch_bytes in (232_448, 166_912, 101_376, 49_152)] == [3, 2, 1, 1]
+    assert [dpe._stages(tile, shared_memory) for shared_memory in (232_448, 166_912, 101_376, 49_152)] == [3, 2, 1, 1]
 
 
 @pytest.mark.parametrize(
     "settings", [{"queue": 0}, {"multi_view_prediction": True}, {"steps": 2}, {"align_both": True}], ids=str
 )
-def test_settings_that_the_kernels_are_not_written_for_are_left_alone(settings: dict[str, Any]) -> None:
+def test_unsupported_settings_are_rejected(settings: dict[str, Any]) -> None:
     assert supported(KERNELS, DPE())
     assert not supported(KERNELS, DPE(**settings))
 
 
-def test_other_methods_precisions_and_sizes_are_left_alone() -> None:
+def test_other_methods_precisions_and_sizes_are_rejected() -> None:
     class Own(DPE):
         pass
 
@@ -406,18 +410,18 @@ def test_other_methods_precisions_and_sizes_are_left_alone() -> None:
     assert not dpe.fits(ghost)  # type: ignore[arg-type]
 
 
-def test_settings_that_differ_in_shape_or_in_the_views_they_read_have_a_stepper_each(
+def test_settings_that_differ_in_shapes_or_views_do_not_share_a_stepper(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(steppers, "FORMS", [KERNELS._replace(device="cpu")])
+    monkeypatch.setattr(steppers, "FAST", [KERNELS._replace(device="cpu")])
     task, _, _ = tt.toy()
     grid = [DPE(), DPE(alpha=2.0), DPE(queue=2), DPE(selection=0.5), DPE(steps=0)]
-    keys = [steppers.together(task, method) for method in grid]
+    keys = [steppers.group_key(task, method) for method in grid]
     assert None not in keys and keys[0] == keys[1] and len(set(keys)) == 4
 
 
 @pytest.mark.parametrize(("limit", "most"), [("MOST_VIEWS", 3), ("MOST_RUNS", 1)])
-def test_more_views_or_runs_than_kernels_take_are_left_to_the_method(
+def test_more_views_or_runs_than_kernels_support_fall_back_to_the_method(
     limit: str, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dpe, limit, most)
@@ -426,19 +430,19 @@ def test_more_views_or_runs_than_kernels_take_are_left_to_the_method(
     stepper = dpe.Stepper(task, methods, [method.init(task) for method in methods])
     for method, logits in zip(methods, stepper.scan(stream), strict=True):
         assert torch.equal(logits, method.scan(task, method.init(task), stream)[0])
-    assert isinstance(stepper._body, graph.Own)
+    assert isinstance(stepper._body, graph.MethodSteps)
 
 
-def test_kernels_that_cannot_be_launched_leave_the_step_to_the_method(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_cannot_be_launched_fall_back_to_the_method(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: dpe.Kernels, views: torch.Tensor, out: torch.Tensor) -> None:
-        self.state.text.zero_()  # half way
-        raise RuntimeError("no room for that\nand a long story")
+        self.state.text.zero_()  # a partial update
+        raise RuntimeError("out of memory\nand more details")
 
-    monkeypatch.setattr(capture, "_said", set())
+    monkeypatch.setattr(capture, "_warned", set())
     monkeypatch.setattr(dpe.Kernels, "refresh", lambda self: None)
     monkeypatch.setattr(dpe.Kernels, "step", broken)
     task, stream, _ = tt.toy(images=5)
     stepper = dpe.Stepper(task, [DPE()], [DPE().init(task)])
-    with pytest.warns(RuntimeWarning, match=r"kernels of 'dpe' cannot be launched.*no room for that\)"):
+    with pytest.warns(RuntimeWarning, match=r"kernels of 'dpe' cannot be launched.*out of memory\)"):
         (logits,) = stepper.scan(stream)
     assert torch.equal(logits, DPE().scan(task, DPE().init(task), stream)[0])

@@ -1,4 +1,4 @@
-"""Steps for graphs give what a method's own give; what a GPU must not do is caught on the meta device."""
+"""Steps for graphs give what a method's own give; device synchronisation is caught on the meta device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Total(NamedTuple):
 
 @dataclass(frozen=True)
 class Drift(Base):
-    """The least method there is that remembers something."""
+    """A minimal method that remembers something."""
 
     name: ClassVar[str] = "drift"
     rate: float = 0.1
@@ -49,7 +49,7 @@ def same(first: Any, second: Any) -> bool:
 
 @pytest.fixture(autouse=True)
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture, "_said", set())
+    monkeypatch.setattr(capture, "_warned", set())
 
 
 def opened(task: Task, method: Any, **options: Any) -> graph.Stepper:
@@ -71,7 +71,7 @@ def test_scan_is_the_methods_own(name: str, images: int) -> None:
     assert all(map(torch.equal, leaves(start), kept))
 
 
-def test_a_stepper_goes_on_from_the_state_restored_and_not_from_its_own() -> None:
+def test_a_stepper_continues_from_the_restored_state_and_not_from_its_own() -> None:
     task, stream, _ = tt.toy(images=40, views=12)
     method = tt.make_method("dpe")
     stepper = opened(task, method)
@@ -85,8 +85,8 @@ def test_a_stepper_goes_on_from_the_state_restored_and_not_from_its_own() -> Non
     assert all(map(torch.equal, leaves(halfway), kept))
 
 
-def test_what_a_captured_look_reads_and_writes_lives_as_long_as_its_stepper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph knows addresses, and keeps no tensor: what it uses must be kept by somebody else."""
+def test_tensors_of_a_captured_peek_live_as_long_as_its_stepper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph stores addresses and keeps no tensor alive: something else must."""
     used = []
 
     def captured(launch: Any, **options: Any) -> Any:
@@ -103,14 +103,14 @@ def test_what_a_captured_look_reads_and_writes_lives_as_long_as_its_stepper(monk
 
 
 @pytest.mark.parametrize("images", [0, 1, 31, 32, 64, 70])
-def test_a_stream_is_cut_into_launches_of_two_sizes_and_no_empty_one(images: int) -> None:
+def test_a_stream_is_split_into_launches_of_two_sizes_and_no_empty_one(images: int) -> None:
     task, stream, _ = tt.toy(images=max(images, 1))
     parts = opened(task, DPE())._parts(stream[:images])
     assert [len(part) for part in parts] == [graph.STEPS] * (images // graph.STEPS) + [1] * (images % graph.STEPS)
     assert torch.equal(torch.cat([*parts, stream[:0]]), stream[:images])
 
 
-def test_what_is_returned_is_the_caller_s_own() -> None:
+def test_returned_tensors_belong_to_the_caller() -> None:
     task, stream, _ = tt.toy(images=40)
     stepper = opened(task, DPE())
     returned = [stepper.step(stream[0]), stepper.peek(stream[1]), stepper.scan(stream[2:35]), stepper.snapshot()]
@@ -121,7 +121,7 @@ def test_what_is_returned_is_the_caller_s_own() -> None:
     assert all(map(torch.equal, leaves(returned), kept))
 
 
-def test_images_of_another_number_of_views_go_on_from_the_same_state() -> None:
+def test_images_with_another_number_of_views_continue_from_the_same_state() -> None:
     task, stream, _ = tt.toy(images=30, views=12)
     method = DPE(entropy_threshold=0.3)
     stepper, state = opened(task, method), method.init(task)
@@ -144,7 +144,7 @@ def test_settings_side_by_side_give_what_each_gives_alone() -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_each_step_says_whether_it_learned(name: str) -> None:
+def test_each_step_reports_whether_it_learned(name: str) -> None:
     task, stream, _ = tt.toy(images=20)
     method = tt.make_method(name)
     stepper, state = opened(task, method), method.init(task)
@@ -165,7 +165,7 @@ def test_no_images_give_no_logits() -> None:
     assert stepper.scan(stream[:0]).shape == (2, 0, 8) and same(stepper.snapshot(), before)
 
 
-def test_features_of_another_shape_are_refused_and_change_nothing() -> None:
+def test_features_of_another_shape_are_rejected_and_change_nothing() -> None:
     task, stream, _ = tt.toy(images=2)
     stepper = opened(task, DPE())
     stepper.step(stream[0])
@@ -178,7 +178,7 @@ def test_features_of_another_shape_are_refused_and_change_nothing() -> None:
 @pytest.mark.parametrize("views", [1, 12])
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "zeroshot"])
 def test_step_never_reads_a_number_back(name: str, views: int) -> None:
-    # a meta tensor has no numbers, so whatever asks for one fails here, as it would stall a GPU or end a capture
+    # a meta tensor has no data, so reading a number fails here, as it would stall a GPU or abort a capture
     task, stream, _ = tt.toy(images=1, views=views)
     ghost = copy.copy(task)
     object.__setattr__(ghost, "text", task.text.to("meta"))
@@ -186,11 +186,11 @@ def test_step_never_reads_a_number_back(name: str, views: int) -> None:
     before = method.init(ghost)
     logits, after = method.step(ghost, before, stream[0].to("meta"))
     assert logits.shape == (8,)
-    learned = method.learned(before, after)  # a tensor, which nobody has looked at
+    learned = method.learned(before, after)  # a tensor that was not read
     assert learned.shape == () and learned.dtype == torch.bool
 
 
-def test_steps_that_cannot_be_captured_run_one_by_one_and_it_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_cannot_be_captured_run_one_by_one_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(launch: Any, **_: Any) -> Any:
         launch()  # a warm-up changes the state before the capture fails
         raise RuntimeError("operation not permitted when stream is capturing")
@@ -199,16 +199,16 @@ def test_steps_that_cannot_be_captured_run_one_by_one_and_it_is_said_once(monkey
     monkeypatch.setattr(graph, "STEPS", 2)
     task, stream, _ = tt.toy(images=5)
     expected = Drift().scan(task, Drift().init(task), stream)[0]
-    with pytest.warns(RuntimeWarning, match="'drift' cannot be captured") as said:
+    with pytest.warns(RuntimeWarning, match="'drift' cannot be captured") as warnings:
         for _ in range(2):
             stepper = opened(task, Drift(), graphs=True)
             logits = [stepper.peek(stream[0]), *stepper.scan(stream[:3])[0], stepper.step(stream[3])[0]]
             assert torch.equal(torch.stack([row.reshape(-1) for row in logits]), expected[[0, 0, 1, 2, 3]])
-    assert len(said) == 1
+    assert len(warnings) == 1
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "expected"),
     [
         (RuntimeError("CUDA error: failed\nSearch for `cudaErrorStreamCaptureInvalidated' in"), "reads a value back"),
         (RuntimeError("operation not permitted when stream is capturing"), "reads a value back"),
@@ -218,9 +218,9 @@ def test_steps_that_cannot_be_captured_run_one_by_one_and_it_is_said_once(monkey
         (KeyError(), "KeyError"),
     ],
 )
-def test_why_it_failed_is_one_short_line(error: Exception, said: str) -> None:
+def test_the_reason_of_a_failure_is_one_short_line(error: Exception, expected: str) -> None:
     line = capture.reason(error)
-    assert said in line and "\n" not in line and len(line) < 120
+    assert expected in line and "\n" not in line and len(line) < 120
 
 
 @pytest.fixture
@@ -248,7 +248,7 @@ def test_replayed_steps_use_the_graph_of_their_number(captured: list[Any]) -> No
     assert len(captured) == 2  # one of four steps, one of a single step
 
 
-def test_a_look_has_a_graph_of_its_own_that_leaves_the_state_as_it_was(captured: list[Any]) -> None:
+def test_a_peek_has_its_own_graph_that_leaves_the_state_unchanged(captured: list[Any]) -> None:
     task, stream, _ = tt.toy(images=11)
     method = Drift()
     expected, after = method.scan(task, method.init(task), stream)
@@ -271,7 +271,7 @@ def test_after_a_warm_up_a_stream_captures_nothing_more(captured: list[Any]) -> 
     assert len(captured) == ready
 
 
-def test_precision_of_products_is_set_back() -> None:
+def test_precision_of_products_is_restored() -> None:
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
@@ -282,7 +282,7 @@ def test_precision_of_products_is_set_back() -> None:
         torch.set_float32_matmul_precision(before)
 
 
-def test_answers_of_another_shape_than_logits_keep_it() -> None:
+def test_answers_of_another_shape_than_logits_keep_their_shape() -> None:
     from testtime.experiments.oracle import oracle_of
     from testtime.methods.dmn import DMN
 

@@ -10,7 +10,7 @@ from testtime import steppers
 from testtime.methods.dpe import DPE
 from testtime.methods.tda import TDA
 from testtime.ops import unit_views
-from testtime.steppers import room
+from testtime.steppers import memory_needed
 from testtime.steppers import sweep as sweeps
 from testtime.steppers.fast import FAST
 from testtime.types import InputError
@@ -43,8 +43,8 @@ def test_settings_that_do_not_fit_in_memory_together_run_in_turns(monkeypatch) -
     task, stream, _ = tt.toy(images=20)
     grid = [DPE(alpha=float(alpha)) for alpha in range(1, 6)]
     expected = tt.sweep(task, grid, [stream])
-    monkeypatch.setitem(sweeps.GROUP_BYTES, "cpu", 2 * room(task, grid[0]))
-    monkeypatch.setattr(sweeps, "TURNS", 1)
+    monkeypatch.setitem(sweeps.GROUP_BYTES, "cpu", 2 * memory_needed(task, grid[0]))
+    monkeypatch.setattr(sweeps, "GROUPS_PER_THREAD", 1)
     for threads, sizes in ((1, [1, 2, 2]), (2, [1, 1, 1, 2]), (16, [1] * 5)):
         assert [len(group) for group in sweeps.grouped(task, grid, threads)] == sizes
     for one, other in zip(expected, tt.sweep(task, grid, [stream]), strict=True):
@@ -56,8 +56,8 @@ def test_threads_have_many_groups_each_so_that_none_waits_long() -> None:
     grid = [DPE(alpha=float(alpha)) for alpha in range(1, 201)]
     assert len(sweeps.grouped(task, grid, 1)) == 1
     groups = sweeps.grouped(task, grid, 2)
-    assert len(groups) == 2 * sweeps.TURNS
-    assert sorted(place for group in groups for place in group) == list(range(200))
+    assert len(groups) == 2 * sweeps.GROUPS_PER_THREAD
+    assert sorted(index for group in groups for index in group) == list(range(200))
     assert {len(group) for group in groups} == {6, 7}
 
 
@@ -66,7 +66,7 @@ def test_a_chunk_is_made_ready_once_for_all_groups(monkeypatch) -> None:
     grid = [DPE(alpha=float(alpha)) for alpha in range(1, 6)]
     seen = []
     monkeypatch.setattr(sweeps, "unit_views", lambda chunk, *_: seen.append(len(chunk)) or unit_views(chunk, *_))
-    monkeypatch.setitem(sweeps.GROUP_BYTES, "cpu", room(task, grid[0]))
+    monkeypatch.setitem(sweeps.GROUP_BYTES, "cpu", memory_needed(task, grid[0]))
     assert len(sweeps.grouped(task, grid, 1)) == 5
     tt.sweep(task, grid, stream.split(12))
     assert seen == [12, 8]
@@ -76,12 +76,12 @@ def test_on_a_gpu_the_buffers_of_kernels_count_too(monkeypatch) -> None:
     pytest.importorskip("triton")
     from testtime.steppers.gpu import dpe
 
-    monkeypatch.setattr(steppers, "FORMS", [fast._replace(device="meta") for fast in FAST if fast.device == "cuda"])
+    monkeypatch.setattr(steppers, "FAST", [fast._replace(device="meta") for fast in FAST if fast.device == "cuda"])
     task, _, _ = tt.toy()
     ghost = copy.copy(task)  # a tensor that is not on the CPU, and takes no memory
     object.__setattr__(ghost, "text", task.text.to("meta"))
-    assert room(ghost, DPE()) == room(task, DPE()) + dpe.room(task)
-    assert room(ghost, TDA()) == room(task, TDA())
+    assert memory_needed(ghost, DPE()) == memory_needed(task, DPE()) + dpe.scratch_bytes(task)
+    assert memory_needed(ghost, TDA()) == memory_needed(task, TDA())
 
 
 def test_an_empty_sweep_is_refused() -> None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from testtime.ops import NOTHING
+from testtime.ops import NEGLIGIBLE
 
 
 class Bank(NamedTuple):
@@ -19,7 +19,7 @@ class Bank(NamedTuple):
 
 
 def empty(like: Tensor, slots: int) -> Bank:
-    """A bank with no feature in it, for prototypes `like` (C, D)."""
+    """An empty bank for prototypes `like` (C, D)."""
     classes, dim = like.shape
     return Bank(like.new_zeros(classes, slots, dim), like.new_full((classes, slots), torch.inf))
 
@@ -27,8 +27,8 @@ def empty(like: Tensor, slots: int) -> Bank:
 def push(bank: Bank, label: Tensor, feature: Tensor, cost: Tensor) -> Bank:
     """The bank after offering it one feature (D,) of cost () for class `label` ().
 
-    The feature takes the place of the row's worst if its cost is strictly lower, or a free slot if there is
-    one; among equal costs the older comes first. The bank given is left as it was.
+    The feature takes a free slot, or replaces the worst of the row if its cost is strictly lower; among equal costs
+    the older comes first. The given bank does not change.
 
     >>> bank = empty(torch.zeros(2, 3), slots=2)
     >>> for cost in (3.0, 1.0, 2.0, 9.0):
@@ -37,30 +37,30 @@ def push(bank: Bank, label: Tensor, feature: Tensor, cost: Tensor) -> Bank:
     [[inf, inf], [1.0, 2.0]]
     """
     slots = bank.cost.shape[1]
-    cost = cost.masked_fill(cost.abs() < NOTHING, 0)  # a tie, and no denormal
+    cost = cost.masked_fill(cost.abs() < NEGLIGIBLE, 0)  # a tie, and not a denormal
     if slots == 0 or (cost.is_cpu and not cost < bank.cost[label, -1]):
-        return bank  # on the CPU looking at a number costs nothing, and a refusal then copies nothing
-    index = label.reshape(1)  # rows are taken by a vector: a scalar index would be read back from the GPU
-    # the newcomer stands last, so a stable sort leaves it behind its equals; then the last one falls out
+        return bank  # on the CPU reading a number is free, and a rejected feature then copies nothing
+    index = label.reshape(1)  # index by a vector: a scalar index would be read back from the GPU
+    # the new feature comes last, so a stable sort puts it after its equals; then the last one drops out
     costs, order = torch.cat([bank.cost[index][0], cost.reshape(1)]).sort(stable=True)
     row = torch.cat([bank.keys[index][0], feature[None]])[order[:slots]]
     return Bank(bank.keys.index_copy(0, index, row[None]), bank.cost.index_copy(0, index, costs[None, :slots]))
 
 
 def filled(bank: Bank) -> Tensor:
-    """Whether each class holds at least one feature: (C,) bool."""
+    """Whether each class has at least one feature: (C,) bool."""
     if bank.cost.shape[1] == 0:
         return torch.zeros(len(bank.cost), dtype=torch.bool, device=bank.cost.device)
     return bank.cost[:, 0].isfinite()
 
 
 def row_mean(bank: Bank, label: Tensor) -> Tensor:
-    """The mean feature of one class, not normalised: (D,); zero where the class holds none."""
+    """The mean feature of one class, not normalised: (D,); zero if the class has none."""
     index = label.reshape(1)
     return bank.keys[index][0].sum(0) / bank.cost[index].isfinite().sum().clamp_min(1)
 
 
 def prototypes(bank: Bank) -> Tensor:
-    """Each class's mean feature, not normalised: (C, D); zero where a class holds none."""
+    """Each class's mean feature, not normalised: (C, D); zero if a class has none."""
     count = bank.cost.isfinite().sum(1, keepdim=True).clamp_min(1)
     return bank.keys.sum(1) / count

@@ -1,8 +1,8 @@
 """The arithmetic that methods share: entropies, confident views, and residual steps in closed form.
 
 Shapes: C classes, D features, V views, R rows of a loss. Entropies are in nats. Ties go to the lower index.
-Nothing here branches on a tensor's value but `unit_views`, which refuses what no method can use; so everything else can
-be compiled, captured and batched.
+Only `unit_views`, which rejects what no method can use, branches on a tensor's values; everything else can be compiled,
+captured and batched.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from torch import Tensor
 
 from testtime.errors import FeatureError
 
-# Chances and slopes below it count as zero. They move nothing, and as denormals, which they become when they are
-# multiplied, they would slow a product down by up to a hundred times.
-NOTHING = 1e-30
-BLOCK = 2**18  # numbers worked on at a time where rows are independent: 1 MB in float32
+# Probabilities and slopes below it count as zero. They change nothing, and become denormals in products, which would
+# slow these down by up to a hundred times.
+NEGLIGIBLE = 1e-30
+BLOCK = 2**18  # numbers per block where rows are independent: 1 MB in float32
 
 
 def unit(x: Tensor) -> Tensor:
-    """The rows of x at length one: (..., D) -> (..., D). A zero row stays zero."""
+    """The rows of x, normalised: (..., D) -> (..., D). A zero row stays zero."""
     return F.normalize(x, dim=-1)
 
 
 class Prototypes(NamedTuple):
-    """Vectors as directions and lengths: what a cosine needs, and what its gradient divides by."""
+    """Vectors as directions, for cosines, and lengths, by which gradients of cosines are divided."""
 
     direction: Tensor  # (C, D), unit rows; a zero row stays zero
     length: Tensor  # (C, 1); 1 for a zero row
 
 
 def prototypes(x: Tensor) -> Prototypes:
-    """The rows of x (C, D) taken apart."""
+    """Directions and lengths of the rows of x (C, D)."""
     length = x.norm(dim=1, keepdim=True)
     length.masked_fill_(length == 0, 1)
     return Prototypes(x / length, length)
@@ -64,8 +64,8 @@ def confident(logits: Tensor, fraction: float) -> Tensor:
     if len(logits) == 1:
         return torch.zeros(1, dtype=torch.int64, device=logits.device)
     doubt = entropy(logits)
-    # what is next to nothing is a tie: in such numbers, where they become denormals, no two ways of summing agree
-    doubt = doubt.masked_fill(doubt < NOTHING, 0)
+    # negligible entropies tie: among denormals, the order of summation would decide
+    doubt = doubt.masked_fill(doubt < NEGLIGIBLE, 0)
     return doubt.argsort(stable=True)[: kept(len(logits), fraction)]
 
 
@@ -81,7 +81,7 @@ def affinity(similarity: Tensor, alpha: float, beta: float) -> Tensor:
 
 
 def info_nce(queries: Tensor, keys: Tensor, temperature: float) -> Tensor:
-    """Mean cross-entropy of telling each query's own key from the others: (N, D), (N, D) -> ()."""
+    """Mean cross-entropy of matching each query to its own key: (N, D), (N, D) -> ()."""
     return F.cross_entropy(queries @ keys.T / temperature, torch.arange(len(keys), device=keys.device))
 
 
@@ -89,7 +89,7 @@ class Objective(NamedTuple):
     """What the residuals minimise: entropy over the rows, plus the alignment of the two prototype sets."""
 
     scale: float  # of the text logits
-    alpha: float  # of the affinity, already times the scale where that is wanted
+    alpha: float  # of the affinity, already times the scale if requested
     beta: float
     entropy_weight: float
     align_weight: float
@@ -103,7 +103,7 @@ def logits(rows: Tensor, text: Tensor, visual: Tensor, seen: Tensor, objective: 
 
 
 def loss(rows: Tensor, text: Tensor, visual: Tensor, seen: Tensor, aligned: Tensor, objective: Objective) -> Tensor:
-    """The objective at unnormalised prototypes, differentiable: the plain twin of `gradient`."""
+    """The objective at unnormalised prototypes, differentiable: the reference implementation of `gradient`."""
     text, visual = unit(text), unit(visual)
     total = objective.entropy_weight * marginal_entropy(logits(rows, text, visual, seen, objective))
     chosen = aligned.nonzero().squeeze(1)
@@ -116,7 +116,7 @@ def loss(rows: Tensor, text: Tensor, visual: Tensor, seen: Tensor, aligned: Tens
 
 
 class Slope(NamedTuple):
-    """A gradient by directions (C, D), in the parts it is made of: `gain` times (`pull` plus `weights` @ `rows`)."""
+    """A gradient by directions (C, D), in factored form: `gain` times (`pull` plus `weights` @ `rows`)."""
 
     gain: Tensor  # ()
     weights: Tensor  # (C, R), of the entropy
@@ -124,9 +124,9 @@ class Slope(NamedTuple):
     pull: Tensor | None = None  # (C, D), of the alignment
 
     def across(self, start: int, stop: int, direction: Tensor, scratch: Tensor) -> Tensor:
-        """Rows start to stop (n, D), without `gain` and without what lies along `direction`, which turns nothing.
+        """Rows start to stop (n, D), without `gain` and the component along `direction`, which cannot turn it.
 
-        Uses up those rows of `pull`, and `scratch` (n, D).
+        Overwrites those rows of `pull`, and `scratch` (n, D).
         """
         weights = self.weights[start:stop]
         slope = weights @ self.rows if self.pull is None else self.pull[start:stop].addmm_(weights, self.rows)
@@ -144,33 +144,33 @@ def slopes(
 ) -> tuple[Slope, Slope]:
     """Gradients of `loss` by the directions of text and of visual prototypes.
 
-    `rows` (R, D) are the features whose predictions are averaged; `seen` and `aligned` (C,) are 0 or 1 and say
-    which classes have a visual prototype and which take part in the alignment. Visual prototypes of classes that
-    are not seen must be zero, and their own gradient means nothing.
+    `rows` (R, D) are the features whose predictions are averaged; `seen` and `aligned` (C,) are 0 or 1: which
+    classes have a visual prototype, and which take part in the alignment. Visual prototypes of unseen classes must
+    be zero, and their gradient is meaningless.
     """
     t, v = text.direction, visual.direction
     boost = affinity(rows @ v.T, objective.alpha, objective.beta) * seen  # (R, C)
     p = torch.addmm(boost, rows, t.T, alpha=objective.scale).softmax(1)
-    # entropy of the averaged softmax, by each row's logits: rank R in the prototypes
+    # gradient of the averaged softmax's entropy by each row's logits: rank R in the prototypes
     log_mean = p.mean(0).clamp_min_(torch.finfo(p.dtype).tiny).log_()
     gain = aligned.new_ones(())
     if objective.align_weight:
         gain = (objective.align_weight / objective.align_temperature) / aligned.sum().clamp_min(1)
     slope = p * ((p @ log_mean)[:, None] - log_mean) * (objective.entropy_weight / len(rows) / gain)
-    slope = slope.masked_fill(slope.abs() < NOTHING, 0)
+    slope = slope.masked_fill(slope.abs() < NEGLIGIBLE, 0)
     by_text, by_visual = (objective.scale * slope).T, (objective.beta * boost * slope).T  # (C, R)
     if not objective.align_weight:
         return Slope(gain, by_text, rows), Slope(gain, by_visual, rows)
-    absent = (aligned - 1) * torch.finfo(t.dtype).max  # finite, so that a row of nothing but absent is no NaN
-    # beta=0 drops the mask: on the CPU looking costs nothing, and once every class is there it masks nothing
+    absent = (aligned - 1) * torch.finfo(t.dtype).max  # finite, so that a row of absent classes gives no NaN
+    # beta=0 drops the mask: on the CPU the check is free, and once every class is present nothing is masked
     beta = 0 if aligned.is_cpu and aligned.all() else 1
     similarity = torch.addmm(absent, v, t.T, beta=beta, alpha=1 / objective.align_temperature)
-    pull = _misplaced(similarity, 1)  # image by text
+    pull = _logit_gradient(similarity, 1)  # image by text
     if aligned is not seen:
-        pull.mul_(aligned[:, None])  # otherwise their visual prototypes, zero, pull nothing
+        pull.mul_(aligned[:, None])  # otherwise their visual prototypes are zero and pull nothing
     if objective.align_both:
         back = torch.addmm(absent[:, None], v, t.T, alpha=1 / objective.align_temperature)
-        pull.mul_(aligned[:, None]).addcmul_(_misplaced(back, 0), aligned)
+        pull.mul_(aligned[:, None]).addcmul_(_logit_gradient(back, 0), aligned)
     return Slope(gain, by_text, rows, pull.T @ v), Slope(gain, by_visual, rows, pull @ t)
 
 
@@ -191,24 +191,24 @@ def gradient(
     )
 
 
-def _misplaced(similarity: Tensor, dim: int) -> Tensor:
-    """Softmax less the identity: how much each pair attracts (below 0) or repels. (N, N) -> (N, N)."""
-    chance = torch.softmax(similarity, dim, out=similarity)
-    torch.threshold_(chance, NOTHING, 0)
-    chance.diagonal().sub_(1)
-    return chance
+def _logit_gradient(similarity: Tensor, dim: int) -> Tensor:
+    """Softmax minus identity, InfoNCE's gradient: below 0 a pair attracts, above it repels. (N, N) -> (N, N)."""
+    prob = torch.softmax(similarity, dim, out=similarity)
+    torch.threshold_(prob, NEGLIGIBLE, 0)
+    prob.diagonal().sub_(1)
+    return prob
 
 
 def first_step(at: Prototypes, slope: Slope, adam: AdamW) -> Tensor:
-    """Unit rows (C, D) of the prototypes `at` after one step of `adam` from zero residuals. `slope` is used up.
+    """Unit rows (C, D) of the prototypes `at` after one step of `adam` from zero residuals. Overwrites `slope`.
 
-    Rows are independent, so they are worked off in blocks that fit a cache, in place; and a direction is all that
-    comes out, so directions are moved by residuals over lengths, and the prototypes themselves are not read again.
+    Rows are independent, so they are processed in place, in blocks that fit the cache. Only directions are needed, so
+    directions are moved by residuals over lengths, and the prototypes themselves are not read again.
     """
     result = torch.empty_like(at.direction)
-    # on a GPU there is no cache to fit them to, and one block is the fewest kernels
+    # on a GPU blocks would not fit a cache, and one block is the fewest kernels
     rows = max(1, BLOCK // result.shape[1]) if result.is_cpu else len(result)
-    flatness = at.length / slope.gain  # what divides a slope to make it a gradient
+    flatness = at.length / slope.gain  # a slope divided by it is a gradient
     for begin in range(0, len(result), rows):
         block = slice(begin, begin + rows)
         out, direction = result[block], at.direction[block]
@@ -231,7 +231,7 @@ def learn(
 ) -> tuple[Tensor, Tensor]:
     """Unit text and visual prototypes (C, D) after `steps` updates of residuals on them that start at zero.
 
-    `at_text` is `text` taken apart; `adams` move the residuals of text and of visual prototypes.
+    `at_text` holds the directions and lengths of `text`; `adams` move the residuals of text and of visual prototypes.
     """
     for_text, for_visual = adams
     if steps == 1:
@@ -249,7 +249,7 @@ def learn(
 
 
 class AdamW(NamedTuple):
-    """Settings of the optimiser that moves residuals. `state` is the precision its moments are kept in."""
+    """Settings of the optimiser of the residuals. `state` is the precision of its moments."""
 
     lr: float
     eps: float
@@ -280,8 +280,8 @@ class AdamW(NamedTuple):
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """The residual and the moments after step `number` (from 1).
 
-        With `state="fp16"` every operation rounds to half precision, as it does where residuals and moments
-        are half tensors: the second moment of a gradient below 5.46e-3 is then zero, and the step -lr g / eps.
+        With `state="fp16"` every operation rounds to half precision, as with residuals and moments in half tensors:
+        the second moment of a gradient below 5.46e-3 is then zero, and the step -lr g / eps.
         """
         dtype = residual.dtype
         if self.state == "fp16":
@@ -299,7 +299,7 @@ class AdamW(NamedTuple):
 def unit_views(views: Tensor, like: Tensor, first: int = 0) -> Tensor:
     """Views (N, V, D) with unit rows, in the dtype and on the device of the prototypes `like` (C, D).
 
-    Refuses what no method can use; `first` is the stream index of row 0, for the message.
+    Rejects what no method can use; `first` is the stream index of row 0, for the message.
     """
     directions, good = checked_views(views, like)
     if not good.all():
@@ -308,7 +308,7 @@ def unit_views(views: Tensor, like: Tensor, first: int = 0) -> Tensor:
 
 
 def checked_views(views: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Views (N, V, D) with unit rows as `unit_views` gives them, and which images can be used (N,); nobody waits."""
+    """Views (N, V, D) with unit rows as in `unit_views`, and which images are usable (N,); does not synchronise."""
     dim = like.shape[-1]
     if views.ndim != 3 or 0 in views.shape[:2] or views.shape[2] != dim:
         raise FeatureError(f"Views must be (N, V, {dim}) with at least one view; got {tuple(views.shape)}.")
@@ -319,16 +319,16 @@ def checked_views(views: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _usable(directions: Tensor) -> Tensor:
-    """Which rows (..., D) have become unit rows: not NaN, not zero, and not what overflowed."""
+    """Which rows (..., D) are unit rows: not NaN, zero or overflowed."""
     return (directions.norm(dim=-1) - 1).abs() < 0.1
 
 
 def refuse_views(views: Tensor, first: int = 0) -> FeatureError:
-    """What is wrong with the first of these views (N, V, D) that cannot be used."""
+    """The error for the first unusable one of these views (N, V, D)."""
     image, view = (~_usable(unit(views.detach().float()))).nonzero()[0].tolist()
     row = views[image, view]
-    what = "hold NaN or infinity" if not torch.isfinite(row).all() else "cannot be normalised"
+    problem = "hold NaN or infinity" if not torch.isfinite(row).all() else "cannot be normalised"
     return FeatureError(
-        f"Features of image {first + image}, view {view}, {'are all zero' if not row.any() else what}; such an "
-        "image cannot be learned from. Encode it again, or leave it out."
+        f"Features of image {first + image}, view {view}, {'are all zero' if not row.any() else problem}; the "
+        "image cannot be used. Encode it again, or leave it out."
     )

@@ -1,1 +1,1 @@
-"""The machine: devices, threads, memory, interrupts, captured graphs."""
+"""Hardware and operating system: devices, threads, memory, interrupts, captured graphs."""

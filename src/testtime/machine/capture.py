@@ -1,4 +1,4 @@
-"""Capturing what functions launch on a GPU, so that it is launched again in one call."""
+"""Capturing what a function launches on a GPU as a graph, to replay it in one call."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 
 WARM_UPS = 2  # calls before a capture: libraries allocate their workspaces in the first ones
 
-LONGEST = 80  # letters of somebody else's message in ours
+MAX_QUOTED = 80  # characters quoted from another library's message
 
-# what torch and CUDA say, in paragraphs, and what it comes to
+# parts of the long messages of torch and CUDA, and their meaning
 MEANINGS = {
     "OutOfMemoryError": "the GPU's memory is full",
     "capturing": "it reads a value back from the GPU, or waits for it",
@@ -21,21 +21,21 @@ MEANINGS = {
     "data-dependent": "what it does depends on a tensor's values",
 }
 
-_said: set[str] = set()
+_warned: set[str] = set()
 
 
-_one_at_a_time = threading.Lock()
+_capture_lock = threading.Lock()
 
 
 def capture(
     launch: Callable[[], None], warm_up: Callable[[], None] | None = None, priority: int = 0, exact: bool = False
 ) -> torch.cuda.CUDAGraph:
-    """What `launch` puts on the GPU, as a graph. `warm_up`, or it itself, runs first, so it must do no harm.
+    """The kernels that `launch` launches, as a graph. `warm_up`, or `launch` itself, runs first and must be harmless.
 
-    Kernels of `priority` -1 go before those of 0 that wait for a processor. With `exact`, float32 products are that.
+    Kernels of `priority` -1 run before waiting ones of priority 0. With `exact`, products are in full float32.
     """
     stream = torch.cuda.Stream(priority=priority)
-    with _one_at_a_time, exact_products() if exact else nullcontext():
+    with _capture_lock, exact_products() if exact else nullcontext():
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(WARM_UPS):
@@ -43,7 +43,7 @@ def capture(
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # thread_local: threads that decode meanwhile may allocate without ending the capture
+        # thread_local: threads that decode meanwhile may allocate without aborting the capture
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             launch()
     return graph
@@ -51,29 +51,29 @@ def capture(
 
 @contextmanager
 def exact_products() -> Iterator[None]:
-    """While inside, float32 products are float32 throughout, TensorFloat-32 being off; then all is as it was."""
+    """Within the block, float32 products are computed in full precision, with TensorFloat-32 off."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # its advice is what we refuse
+            warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # it advises the setting we avoid
             yield
     finally:
         torch.set_float32_matmul_precision(before)
 
 
 def warn_once(message: str) -> None:
-    """Warn, unless the same was said before in this process."""
-    if message not in _said:
-        _said.add(message)
+    """Warn, unless the same message was already shown in this process."""
+    if message not in _warned:
+        _warned.add(message)
         warnings.warn(message, RuntimeWarning, stacklevel=3)
 
 
 def reason(error: BaseException) -> str:
-    """Why something could not be captured, in a few words of one line, for a warning."""
+    """Why something could not be captured, in one short line for a warning."""
     name, text = type(error).__name__, str(error).strip()
-    for said, meaning in MEANINGS.items():
-        if said in name or said in text:
+    for part, meaning in MEANINGS.items():
+        if part in name or part in text:
             return meaning
     first = text.partition("\n")[0].strip()
-    return f"{name}: {first[:LONGEST].rstrip()}{'...' * (len(first) > LONGEST)}" if first else name
+    return f"{name}: {first[:MAX_QUOTED].rstrip()}{'...' * (len(first) > MAX_QUOTED)}" if first else name

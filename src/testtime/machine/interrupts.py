@@ -1,4 +1,4 @@
-"""Ctrl-C at moments that can bear it, and what is said of it."""
+"""Deferring Ctrl-C to safe points, and the message it gives."""
 
 from __future__ import annotations
 
@@ -10,53 +10,53 @@ from types import FrameType
 
 from testtime.errors import Interrupted
 
-_inside = 0  # blocks that hold interrupts back
-_usual: Callable[[int, FrameType | None], object] | int | None = None  # who hears of them otherwise
-_waiting: list[tuple[int, FrameType | None]] = []
+_depth = 0  # of nested blocks that defer interrupts
+_previous: Callable[[int, FrameType | None], object] | int | None = None  # the handler outside such blocks
+_pending: list[tuple[int, FrameType | None]] = []
 
 
-def _note(number: int, frame: FrameType | None) -> None:
-    _waiting.append((number, frame))
+def _record(number: int, frame: FrameType | None) -> None:
+    _pending.append((number, frame))
 
 
 @contextmanager
 def deferred_interrupts() -> Iterator[None]:
-    """Let an interrupt wait until the block has ended, so that nothing in it is left half done.
+    """Defer an interrupt until the end of the block, so that nothing in it is left half done.
 
-    Blocks may lie within one another. Only the main thread ever hears of interrupts, so elsewhere nothing is done, nor
-    where a program that embeds Python has a handler of its own. Never `yield` in such a block: who takes it from there
-    would not hear of an interrupt either.
+    Blocks may be nested. Only the main thread receives interrupts, so other threads do nothing here, and neither does a
+    program that embeds Python with its own handler. Never `yield` in such a block: interrupts would be deferred in the
+    consumer too.
     """
-    global _inside, _usual
+    global _depth, _previous
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is None:
         yield
         return
-    if _inside == 0:
-        _usual = signal.signal(signal.SIGINT, _note)
-    _inside += 1
+    if _depth == 0:
+        _previous = signal.signal(signal.SIGINT, _record)
+    _depth += 1
     try:
         yield
     finally:
-        _inside -= 1
-        if _inside == 0:
-            _let_through()
+        _depth -= 1
+        if _depth == 0:
+            _deliver()
 
 
-def _let_through() -> None:
-    """The handler as it was, unless there is another by now; what has waited is handed to it."""
-    if signal.getsignal(signal.SIGINT) is _note:
-        signal.signal(signal.SIGINT, _usual)
-    waited, _waiting[:] = _waiting[:1], []
-    if waited and callable(handler := signal.getsignal(signal.SIGINT)):
-        handler(*waited[0])
-    elif waited:
-        signal.raise_signal(waited[0][0])  # the system's own: to end the process, or to do nothing
+def _deliver() -> None:
+    """Restore the previous handler, unless it was replaced meanwhile, and deliver a deferred interrupt."""
+    if signal.getsignal(signal.SIGINT) is _record:
+        signal.signal(signal.SIGINT, _previous)
+    first, _pending[:] = _pending[:1], []
+    if first and callable(handler := signal.getsignal(signal.SIGINT)):
+        handler(*first[0])
+    elif first:
+        signal.raise_signal(first[0][0])  # the system's default: end the process, or ignore it
 
 
 @contextmanager
-def on_interrupt(say: Callable[[], str]) -> Iterator[None]:
-    """Turn an interrupt in the block into one line that says what is kept and how to go on."""
+def on_interrupt(message: Callable[[], str]) -> Iterator[None]:
+    """Turn an interrupt in the block into a one-line message: what was kept and how to continue."""
     try:
         yield
     except KeyboardInterrupt:
-        raise Interrupted(say()) from None
+        raise Interrupted(message()) from None

@@ -1,4 +1,4 @@
-"""open_clip, imported without `transformers`, which few of its models need and which takes as long as all the rest."""
+"""open_clip, imported without `transformers`, which few of its models need and which doubles the import time."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from importlib import import_module, reload
 
 
 @contextmanager
-def _left_out(module: str) -> Iterator[None]:
-    """While inside, a module that is not loaded yet cannot be imported."""
+def _import_blocked(module: str) -> Iterator[None]:
+    """Within the block, a module that is not loaded yet cannot be imported."""
     if module in sys.modules:
         yield
         return
@@ -21,12 +21,12 @@ def _left_out(module: str) -> Iterator[None]:
         del sys.modules[module]
 
 
-with _left_out("transformers"):
+with _import_blocked("transformers"):
     import open_clip as open_clip
 
 
 def with_transformers() -> None:
-    """Let open_clip build models whose text tower is one of `transformers`."""
+    """Let open_clip build models whose text tower comes from `transformers`."""
     towers = import_module("open_clip.hf_model")
     if towers.transformers is None:
         import_module("open_clip.model").HFTextEncoder = reload(towers).HFTextEncoder  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""How much memory a stretch of code needed at its peak."""
+"""Peak memory of a block of code."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 class Peak:
     """Peak memory within a `with` block, in megabytes above what was in use at its start.
 
-    On a GPU, what torch allocated; otherwise the resident memory of this process, whose high-water mark Linux lets
-    us reset. Elsewhere the mark of the whole process stands in, and a later block may read 0.
+    On a GPU, memory allocated by torch; otherwise the resident memory of this process, whose high-water mark can be
+    reset on Linux. On other systems the mark of the whole process is used, and a later block may report 0.
 
         with Peak() as peak:
             block = torch.ones(50_000_000)
@@ -44,7 +44,7 @@ class Peak:
 def _high_water() -> float:
     try:
         line = next(line for line in STATUS.read_text().splitlines() if line.startswith("VmHWM"))
-        return 1.024 * int(line.split()[1]) / 1000  # counted in kibibytes
+        return 1.024 * int(line.split()[1]) / 1000  # in kibibytes
     except (OSError, StopIteration):
         mark = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return mark / 1e6 if sys.platform == "darwin" else mark / 1e3

@@ -1,4 +1,4 @@
-"""Threads of our own for work that is done side by side, one core each."""
+"""A pool of threads for parallel tasks, one core each."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import torch
 
 @cache
 def workers(count: int, flush: bool = False) -> ThreadPoolExecutor:
-    """`count` threads that stay, in each of which torch keeps to one core, and with `flush` takes denormals for zero.
+    """`count` persistent threads in which torch uses one core each, and with `flush` flushes denormals to zero.
 
-    Pieces of work that are one core's each give the same numbers however many cores there are, and wait for nobody:
-    beside a busy neighbour they take their share of the cores, where threads that share a product wait for the slowest.
+    Single-core tasks give the same numbers on any number of cores, and need not wait for one another: on a busy machine
+    they get their share of the cores, while threads that share a product wait for the slowest.
     """
     before, ready = torch.get_num_threads(), threading.Barrier(count + 1)
-    pool = ThreadPoolExecutor(count, "testtime", initializer=_alone, initargs=(flush,))
+    pool = ThreadPoolExecutor(count, "testtime", initializer=_use_one_core, initargs=(flush,))
     for _ in range(count):
         pool.submit(ready.wait)
     ready.wait()
-    torch.set_num_threads(before)  # what a thread is told, those that start later hear too
+    torch.set_num_threads(before)  # set_num_threads in a thread also affects threads that start later
     return pool
 
 
-def _alone(flush: bool) -> None:
-    torch.get_num_threads()  # which takes over the number that others were told last, once and for good
+def _use_one_core(flush: bool) -> None:
+    torch.get_num_threads()  # adopts the number set last in any thread, once; later calls do not change it
     torch.set_num_threads(1)
     torch.set_flush_denormal(flush)

@@ -1,10 +1,11 @@
-"""What every method shares. A method of yours may inherit this, or just have the same functions."""
+"""Shared by all methods. A custom method may inherit from `Base`, or just have the same functions."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args, get_origin
+from typing import Any, ClassVar, Literal, TypeAlias, get_args, get_origin
 
 import torch
 from torch import Tensor
@@ -13,7 +14,9 @@ from testtime.registry import kinds
 from testtime.registry import require as require
 from testtime.types import Task
 
-LARGEST = 2**31  # of whole numbers among settings, so that sizes made of them can be told
+Nested: TypeAlias = "Tensor | Sequence[Nested]"  # a state: tensors in nested NamedTuples; or several states
+
+LARGEST = 2**31  # for integer settings, so that sizes computed from them do not overflow
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class Base:
     presets: ClassVar[tuple[str, ...]] = ()  # class methods that return a configured instance
     source: ClassVar[str] = "Not published"  # authors, title, venue
     adapts: ClassVar[str] = "nothing"  # text, visual, both, views, or nothing
-    remembers: ClassVar[bool] = False  # whether later images meet what earlier ones taught
+    remembers: ClassVar[bool] = False  # whether later images are affected by earlier ones
     gradients: ClassVar[str] = "none"  # none, closed form, or autograd
     needs_tower: ClassVar[bool] = False  # whether gradients pass through the text tower
 
@@ -71,18 +74,18 @@ class Base:
         return logits.softmax(-1)
 
     def check(self, task: Task) -> None:
-        """Nothing to ask of the task beyond its prototypes."""
+        """Requires nothing of the task beyond its prototypes."""
 
 
-def leaves(state: Any) -> list[Tensor]:
-    """The tensors of a state, nested NamedTuples flattened, in order."""
+def leaves(state: Nested) -> list[Tensor]:
+    """The tensors of a state in order, with nested NamedTuples flattened."""
     if isinstance(state, Tensor):
         return [state]
     return [leaf for part in state for leaf in leaves(part)]
 
 
-def differ(before: Any, after: Any) -> Tensor:
-    """Whether two states, or parts of states, differ in any number: () bool, on their device, not looked at."""
+def differ(before: Nested, after: Nested) -> Tensor:
+    """Whether two states, or parts of states, differ in any number: () bool, on their device, not read back."""
     pairs = zip(leaves(before), leaves(after), strict=True)
     changed = [(old != new).any() for old, new in pairs if old is not new]
     return torch.stack(changed).any() if changed else torch.zeros((), dtype=torch.bool)

@@ -4,8 +4,8 @@ Feng, Yu, Liu, Khan and Zuo, "Diverse Data Augmentation with Diffusions for Effe
 ICCV 2023.
 
 TPT whose views are not only crops of the image but also variations of it drawn by a diffusion model. Variations may
-show something else, so views are first filtered by how alike their logits are to the image's own; the confident
-ones of what is left tune the prompt, in four steps. `testtime.images.diffusion` makes the views: the clean one,
+show something else, so views are first filtered by the similarity of their logits to the image's own; the confident
+ones of the rest tune the prompt, in four steps. `testtime.images.diffusion` makes the views: the clean one,
 crops, then variations.
 
 Departures: those of TPT.
@@ -42,8 +42,8 @@ class DiffTPT(TPT):
     )
 
     steps: int = 4
-    selection: float = 0.3  # fraction of the alike views that count as confident
-    likeness: float = 0.8  # fraction of the other views that count as alike the image
+    selection: float = 0.3  # fraction of the similar views that count as confident
+    likeness: float = 0.8  # fraction of the other views that count as similar to the image
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -54,7 +54,7 @@ class DiffTPT(TPT):
         return alike[ops.confident(logits[alike], self.selection)]
 
     def alike(self, logits: Tensor) -> Tensor:
-        """The image itself and the views whose logits point its way, most alike first: (V, C) -> (kept,)."""
+        """Indices of the image and the views with the most similar logits, most similar first: (V, C) -> (kept,)."""
         image = torch.zeros(1, dtype=torch.int64, device=logits.device)
         if len(logits) == 1:
             return image

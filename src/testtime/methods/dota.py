@@ -6,7 +6,7 @@ Instead of keeping some of the images it has seen, DOTA keeps their distribution
 covariance, estimated along the stream with the zero-shot probabilities as soft labels. Bayes' rule turns them
 into a classifier in closed form, which joins the zero-shot logits with a weight that grows as images pass.
 
-The paper's equations were not at hand. What follows is the released code's, as a public copy has it: soft labels,
+The paper's equations were not available. This follows a public copy of the released code: soft labels,
 one pseudo-image of variance `sigma` per class to start from, each confident view a sample, one Lambda for all
 classes, the inverse of (1 - epsilon) Sigma + epsilon I with Sigma the classes' mean covariance, logits
 x' Lambda mu - mu' Lambda mu / 2, and their weight min(rho * mean count / views used, eta); an image is predicted,
@@ -17,8 +17,8 @@ Our reading:
 - The one covariance is the classes' mean weighted by their counts, the pooled covariance of discriminant analysis, so
   the state holds (D, D) and not (C, D, D), a gigabyte at 1000 classes; with equal counts the two means agree.
 - Deviations are from the present means. The released update takes each image's from the mean before it.
-- The classifier is made anew every `refresh` images (released: every image). Between, it is the one last made.
-- Statistics are kept in double, whatever the input: a soft label of 1e-6 would vanish in a float32 count.
+- The classifier is recomputed every `refresh` images (released: every image), and reused in between.
+- Statistics are in double precision for any input: a soft label of 1e-6 would vanish in a float32 count.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from testtime import ops
 from testtime.methods.base import Base, require
 from testtime.types import Task
 
-FAINT = 1e-3  # every coordinate of the means that `start="faint"` begins with, as released
+FAINT = 1e-3  # every coordinate of the initial means with `start="faint"`, as released
 
 
 class State(NamedTuple):
@@ -41,7 +41,7 @@ class State(NamedTuple):
     counts: Tensor  # (C,) float64, soft labels so far; the starting mean counts for one
     moment: Tensor  # (D, D) float64, sum of x x' over all features so far
     images: Tensor  # () int64
-    weight: Tensor  # (C, D), of the classifier last made
+    weight: Tensor  # (C, D), of the current classifier
     bias: Tensor  # (C,)
 
 
@@ -68,8 +68,8 @@ class DOTA(Base):
     eta: float = 0.3  # the largest weight of the Gaussian classifier
     rho: float = 0.02  # how fast that weight grows with the images seen per class
     sigma: float = 2e-3  # variance to start from; 1/512 is that of a unit feature in 512 dimensions
-    epsilon: float = 1e-4  # share of the identity in the covariance, which has full rank only thanks to it
-    start: Literal["faint", "text"] = "faint"  # means to start from: next to nothing (released), or the prompts'
+    epsilon: float = 1e-4  # share of the identity in the covariance, which gives it full rank
+    start: Literal["faint", "text"] = "faint"  # initial means: close to zero (released), or the prompts'
     # A classifier costs D^3 + C D^2, an image C D + D^2; at 16 it is at most 15 images old. 1 is exact.
     refresh: int = 16
     selection: float = 0.1  # fraction of the views that count as confident
@@ -78,7 +78,7 @@ class DOTA(Base):
         super().__post_init__()
         for name in ("eta", "rho", "sigma"):
             require(getattr(self, name) >= 0, name, getattr(self, name), "must be 0 or more")
-        # below, rounding of the features themselves would decide the inverse
+        # below, rounding errors of the features would dominate the inverse
         require(1e-6 <= self.epsilon <= 1, "epsilon", self.epsilon, "must lie in [1e-6, 1]")
         require(self.refresh >= 1, "refresh", self.refresh, "must be 1 or more")
         require(0 < self.selection <= 1, "selection", self.selection, "must lie in (0, 1]")
@@ -87,22 +87,22 @@ class DOTA(Base):
         mean = self._start(task)
         count = mean.new_ones(task.classes)
         moment = mean.new_zeros(task.dim, task.dim)
-        none = torch.zeros((), dtype=torch.int64, device=mean.device)
-        return State(mean, count, moment, none, *self.classifier(task, mean, count, moment))
+        no_images = torch.zeros((), dtype=torch.int64, device=mean.device)
+        return State(mean, count, moment, no_images, *self.classifier(task, mean, count, moment))
 
     def step(self, task: Task, state: State, views: Tensor) -> tuple[Tensor, State]:
         due = (state.images + 1) % self.refresh == 0
         return self._step(task, state, views, bool(due) if due.is_cpu else due)
 
     def scan(self, task: Task, state: State, stream: Tensor) -> tuple[Tensor, State]:
-        """As `step`, image by image; the images' number is read from the device once."""
+        """As `step`, image by image; the number of images is read from the device only once."""
         logits, images = stream.new_empty(len(stream), task.classes), int(state.images)
         for row, views in enumerate(stream):
             logits[row], state = self._step(task, state, views, (images + row + 1) % self.refresh == 0)
         return logits, state
 
     def _step(self, task: Task, state: State, views: Tensor, due: bool | Tensor) -> tuple[Tensor, State]:
-        # 1. the confident views, and what the frozen classifier takes each for
+        # 1. the confident views, and their zero-shot logits
         view_logits = task.zero_shot(views)  # (V, C)
         chosen = ops.confident(view_logits, self.selection)
         rows, frozen = views[chosen], view_logits[chosen]  # (R, D), (R, C)
@@ -119,15 +119,15 @@ class DOTA(Base):
         mean = state.mean + (label.T @ rows - received[:, None] * state.mean) / count[:, None]
         moment = torch.addmm(state.moment, rows.T, rows)
         return logits, State(
-            mean, count, moment, state.images + 1, *self._renewed(task, state, mean, count, moment, due)
+            mean, count, moment, state.images + 1, *self._refreshed(task, state, mean, count, moment, due)
         )
 
-    def _renewed(
+    def _refreshed(
         self, task: Task, state: State, mean: Tensor, count: Tensor, moment: Tensor, due: bool | Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The classifier anew where it is `due`, else the one last made."""
+        """The classifier, recomputed if it is `due`."""
         if isinstance(due, Tensor):
-            # made in any case: to look at `due` would stall the GPU, and end a capture
+            # always computed: reading `due` would stall the GPU and abort a capture
             weight, bias = self.classifier(task, mean, count, moment)
             return torch.where(due, weight, state.weight), torch.where(due, bias, state.bias)
         return self.classifier(task, mean, count, moment) if due else (state.weight, state.bias)
@@ -135,7 +135,7 @@ class DOTA(Base):
     def covariance(self, task: Task, mean: Tensor, count: Tensor, moment: Tensor) -> Tensor:
         """The pooled covariance within classes (D, D), each with its one pseudo-image of variance `sigma`."""
         start = self._start(task)
-        # what all samples scatter about zero, less what their means do: soft labels of a sample sum to one
+        # scatter of all samples about zero, minus that of their means: the soft labels of a sample sum to one
         scatter = torch.addmm(moment, start.T, start).addmm_(mean.T * count, mean, alpha=-1)
         scatter.diagonal().add_(task.classes * self.sigma)
         return scatter / count.sum()
@@ -144,7 +144,7 @@ class DOTA(Base):
         """Weights (C, D) and biases (C,) of the Gaussian logits `weight @ x - bias`."""
         shrunk = (1 - self.epsilon) * self.covariance(task, mean, count, moment)
         shrunk.diagonal().add_(self.epsilon)
-        factor = torch.linalg.cholesky_ex(shrunk).L  # not the inverse itself, which is dearer and less exact
+        factor = torch.linalg.cholesky_ex(shrunk).L  # not the inverse itself, which costs more and is less accurate
         weight = torch.cholesky_solve(mean.T, factor).T
         return weight.to(task.text), ((weight * mean).sum(1) / 2).to(task.text)
 

@@ -7,12 +7,12 @@ Two sets of class prototypes evolve along the stream: text prototypes by a cumul
 as means of small queues of confident image features. For every image, residuals on both sets are learned in one
 step that lowers the entropy over confident views and aligns the two sets, and the answer uses both.
 
-The paper and the code its numbers come from differ in sixteen places. `DPE.released()`, the default, follows the
-code; `DPE.paper()` follows the equations. `DIFFERENCES` names the option behind each place.
+The paper and the code behind its numbers differ in sixteen points. `DPE.released()`, the default, follows the code;
+`DPE.paper()` follows the equations. `DIFFERENCES` names the option for each point.
 
 Not followed: with CoOp's prompts, and only then, the released code starts from text prototypes of the tower's raw
-length, so that residuals weigh less and the average clings to the start. A task promises unit rows to every method, and
-the length is gone before a method sees them; DPE with CoOp here starts from unit prototypes, as with all other prompts.
+length, so that residuals weigh less and the average stays near the start. A task promises unit rows to every method, so
+the length is not available here; DPE with CoOp starts from unit prototypes, as with all other prompts.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class DPE(Base):
     steps: int = 1  # residual updates per image
     entropy_threshold: float = 0.1  # tau, below which an image teaches the text prototypes
     selection: float = 0.1  # fraction of the views that count as confident
-    multi_view_prediction: bool = False  # predict from re-chosen views (released: ImageNet-A only)
+    multi_view_prediction: bool = False  # predict from reselected views (released: ImageNet-A only)
     text_update: Literal["none", "full", "exponential", "cumulative"] = "cumulative"
     text_decay: float = 0.99  # of the exponential average
     adamw_eps: float = 1e-3
@@ -214,8 +214,8 @@ class DPE(Base):
         # 4. prototype-based inference with both sets
         rows = views[:1]
         if self.multi_view_prediction:
-            again = ops.confident(task.scale * (views @ adapted_text.T), self.selection)
-            rows = views[again].mean(0, keepdim=True)
+            reselected = ops.confident(task.scale * (views @ adapted_text.T), self.selection)
+            rows = views[reselected].mean(0, keepdim=True)
         logits = ops.logits(rows, adapted_text, adapted_visual, seen, objective)[0]
 
         # 5. evolve the text prototypes with images that are confident enough
@@ -227,7 +227,7 @@ class DPE(Base):
         return logits, State(evolved, updates, queue, evolved_visual)
 
     def learned(self, before: State, after: State) -> Tensor:
-        """Whether a queue took the image in, or the text prototypes moved."""
+        """Whether a queue accepted the image, or the text prototypes moved."""
         return differ((before.updates, before.queue.cost), (after.updates, after.queue.cost))
 
     def _normalised(self, entropy: Tensor, classes: int) -> Tensor:

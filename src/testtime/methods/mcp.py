@@ -5,21 +5,21 @@ Vision-Language Models", ICCV 2025 (arXiv 2508.01225).
 
 Three caches grow along the stream. The entropy cache keeps the most confident features of each class, and with
 the prompt they make the class's centre; the align cache keeps the features nearest to that centre, so that
-classes become compact; the negative cache keeps uncertain features, which lower the classes they held possible.
+classes become compact; the negative cache keeps uncertain features, which lower the classes they consider possible.
 Residuals on text and visual prototypes are then learned for each image, as in DPE.
 
 The paper's (its abstract and the overview in its Figure 3): the three caches and what each is for, prototypes of
 text and image with residuals, losses of entropy, alignment and contrast, and a prediction from prototypes, align cache
-and negative cache together. Its equations and settings were not at hand.
+and negative cache together. Its equations and settings were not available.
 
 Our reading:
 - The centre is the mean direction of the prompt and of the entropy cache's mean, the prompt alone where it is empty.
-  The align cache's distances are measured anew from it whenever its class receives an image.
-- The visual prototype is the mean of both caches' features: what is confident and near counts twice.
+  The align cache's distances from it are recomputed whenever its class receives an image.
+- The visual prototype is the mean of both caches' features: one that is confident and near counts twice.
 - The residual step is DPE's (entropy of confident views, contrastive alignment of the seen classes), its settings
-  DPE's defaults. One contrastive loss stands for the paper's alignment and contrastive losses. Residuals are
+  DPE's defaults. One contrastive loss stands in for the paper's alignment and contrastive losses. Residuals are
   forgotten after the image, and the text prototypes do not evolve.
-- "Reflecting" of the negative cache: an uncertain image is filed with the probabilities that the prototypes give
+- "Reflecting" of the negative cache: an uncertain image is stored with the probabilities that the prototypes give
   it, not the frozen classifier. Gate and masks are TDA's, with TDA's defaults.
 """
 
@@ -42,20 +42,20 @@ class State(NamedTuple):
     entropy: banks.Bank  # (C, M, D) features and (C, M) entropies in nats
     align: banks.Bank  # (C, M, D) features and (C, M) cosine distances from the class's centre
     negative: banks.Bank
-    negative_prob: Tensor  # (C, M, C) what each feature of the negative cache was taken for
+    negative_prob: Tensor  # (C, M, C) predicted probabilities of each feature in the negative cache
 
 
 def draw_near(bank: banks.Bank, label: Tensor, feature: Tensor, centre: Tensor) -> banks.Bank:
     """The bank after offering class `label` () a feature (D,): its row keeps those nearest to `centre` (D,).
 
-    Costs are cosine distances, measured anew for the whole row, since the centre moves. A feature takes the
-    place of the farthest if it is nearer, or a free slot; among equals the older comes first.
+    Costs are cosine distances, recomputed for the whole row, since the centre moves. A feature takes a free slot, or
+    replaces the farthest if it is nearer; among equals the older comes first.
     """
     slots = bank.cost.shape[1]
     index = label.reshape(1)  # a scalar index would be read back from the GPU
     row = torch.cat([bank.keys[index][0], feature[None]])  # (M + 1, D)
-    there = torch.cat([bank.cost[index][0].isfinite(), row.new_ones(1, dtype=torch.bool)])
-    cost, order = torch.where(there, 1 - ops.unit(row) @ centre, torch.inf).sort(stable=True)
+    present = torch.cat([bank.cost[index][0].isfinite(), row.new_ones(1, dtype=torch.bool)])
+    cost, order = torch.where(present, 1 - ops.unit(row) @ centre, torch.inf).sort(stable=True)
     return banks.Bank(
         bank.keys.index_copy(0, index, row[order[:slots]][None]), bank.cost.index_copy(0, index, cost[None, :slots])
     )
@@ -172,12 +172,12 @@ class MCP(Base):
         logits = ops.logits(clean[None], text, visual, seen, objective)[0]
         logits = logits + self._affinity(central, clean, self.align_alpha, self.align_beta).sum(1)
 
-        # 6. negative cache: what the prototypes are moderately uncertain about, lowering what it may have been
+        # 6. negative cache: images the prototypes are moderately uncertain about lower the classes they may be
         prob, entropy = logits.softmax(0), ops.entropy(logits)
         # nats divided by bits, as TDA's gate is
         normalised = entropy / math.log2(task.classes)
         moderate = (self.neg_entropy_lower < normalised) & (normalised < self.neg_entropy_upper)
-        cost = torch.where(moderate, entropy, torch.inf)  # an infinite cost is never taken in
+        cost = torch.where(moderate, entropy, torch.inf)  # an infinite cost is never accepted
         negative = banks.push(state.negative, logits.argmax(), feature, cost)
         probs = banks.push(banks.Bank(state.negative_prob, state.negative.cost), logits.argmax(), prob, cost).keys
         possible = (self.neg_mask_lower < probs) & (probs < self.neg_mask_upper)  # (C, M, C)
@@ -186,10 +186,10 @@ class MCP(Base):
         return logits - lowered, State(confident, central, negative, probs)
 
     def learned(self, before: State, after: State) -> Tensor:
-        """Whether a cache took the image in."""
+        """Whether a cache accepted the image."""
         return differ(*(tuple(cache.keys for cache in state[:3]) for state in (before, after)))
 
     @staticmethod
     def _affinity(cache: banks.Bank, feature: Tensor, alpha: float, beta: float) -> Tensor:
-        """The weight of each item of a cache (C, M); zero where a slot is empty."""
+        """The weight of each item of a cache (C, M); zero for an empty slot."""
         return ops.affinity(cache.keys @ feature, alpha, beta) * cache.cost.isfinite()

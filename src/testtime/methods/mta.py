@@ -4,11 +4,11 @@ Zanella and Ben Ayed, "On the Test-Time Zero-Shot Generalization of Vision-Langu
 Prompt Learning?", CVPR 2024.
 
 The image is represented by the mode of its views' density, found by mean shift. Each view has an inlierness
-score, optimised along with the mode, that is high where the density is and where views of like predictions
-have it too; it takes the place of a threshold on confidence. Nothing is trained and nothing is remembered.
+score, optimised along with the mode, that is high where the density is high and where views with similar
+predictions score high; it replaces a threshold on confidence. Nothing is trained and nothing is remembered.
 
-Departures: a bandwidth is taken from one neighbour at least, where the released code takes none of fewer than
-five views and gives NaN; a single view is its own mode.
+Departures: a bandwidth uses at least one neighbour, where the released code uses none with fewer than five
+views and gives NaN; a single view is its own mode.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class MTA(Base):
     adapts: ClassVar[str] = "visual"
 
     lambda_y: float = 0.2  # weight of the entropy barrier: higher makes inlierness more even
-    lambda_q: float = 4.0  # weight of the agreement between views of like predictions
-    bandwidth_fraction: float = 0.3  # of the other views, the nearest, that a view's bandwidth is taken from
+    lambda_q: float = 4.0  # weight of the agreement between views with similar predictions
+    bandwidth_fraction: float = 0.3  # fraction of the other views, the nearest, that a view's bandwidth uses
     max_iter: int = 5  # rounds, and iterations on each of the two unknowns in a round
     threshold: float = 1e-6  # a change below it ends these iterations
 
@@ -77,7 +77,7 @@ class MTA(Base):
 
     def step(self, task: Task, state: State, views: Tensor) -> tuple[Tensor, State]:
         prob = task.zero_shot(views).softmax(1)  # (V, C)
-        alike = prob @ prob.T  # (V, V)
+        agreement = prob @ prob.T  # (V, V)
         width = self._width(views)
 
         def log_kernel(mode: Tensor) -> Tensor:  # (V,)
@@ -89,7 +89,7 @@ class MTA(Base):
             density = log_kernel(mode).exp()
 
             def weigh(y: Tensor, density: Tensor = density) -> Tensor:
-                return ((density + self.lambda_q * (alike @ y)) / self.lambda_y).softmax(0)
+                return ((density + self.lambda_q * (agreement @ y)) / self.lambda_y).softmax(0)
 
             inlierness = settled(weigh, inlierness, self.max_iter, self.threshold)
 
@@ -107,8 +107,8 @@ class MTA(Base):
         """Twice each view's squared bandwidth: its mean squared distance to its nearest neighbours, (V,)."""
         others = len(views) - 1
         near = min(max(1, int(self.bandwidth_fraction * others)), others)
-        # not by inner products, whose rounding is as large as the distance of nearly equal views
+        # not by inner products, whose rounding error is as large as the distance of nearly equal views
         distance = torch.cdist(views, views, compute_mode="donot_use_mm_for_euclid_dist").square()
         nearest = distance.sort(dim=1).values[:, 1 : near + 1]  # the nearest of all is the view itself
-        # copies of a view would have no width
+        # duplicate views would have no width
         return (nearest.sum(1) / max(near, 1)).clamp_min(torch.finfo(views.dtype).eps)

@@ -4,8 +4,8 @@ Karmanov, Guan, Lu, El Saddik and Xing, "Efficient Test-Time Adaptation of Visio
 
 Two caches grow along the stream: a positive one of confident image features, each raising the logit of its
 pseudo-label, and a negative one of moderately uncertain features, each lowering the logits of the classes
-that it held possible. Nothing is trained: both caches are asked by similarity, and their answers join the
-zero-shot logits.
+that it considers possible. Nothing is trained: both caches are queried by similarity, and the results are added to
+the zero-shot logits.
 
 Departures: selection keeps at least one view, where the released code keeps none of fewer than ten.
 """
@@ -28,7 +28,7 @@ from testtime.types import Task
 class State(NamedTuple):
     positive: banks.Bank  # (C, M, D) features and (C, M) entropies in nats
     negative: banks.Bank
-    negative_prob: Tensor  # (C, M, C) what each feature of the negative cache was taken for
+    negative_prob: Tensor  # (C, M, C) predicted probabilities of each feature in the negative cache
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class TDA(Base):
     pos_alpha: float = 2.0  # weight of the positive cache in the logits
     pos_beta: float = 5.0  # how sharply that weight falls with distance
     pos_capacity: int = 3  # features kept per class
-    neg_alpha: float = 0.117  # small: a negative item speaks on many classes at once
+    neg_alpha: float = 0.117  # small: a negative item affects many classes at once
     neg_beta: float = 1.0  # blunt: uncertain features say little about what lies near them
     neg_capacity: int = 2
     neg_entropy_lower: float = 0.2  # below, an image is certain enough for the positive cache alone
@@ -92,7 +92,7 @@ class TDA(Base):
         # released code: nats divided by bits, so this runs to ln 2 and not to 1
         normalised = entropy / math.log2(task.classes)
         moderate = (self.neg_entropy_lower < normalised) & (normalised < self.neg_entropy_upper)
-        cost = torch.where(moderate, entropy, torch.inf)  # an infinite cost is never taken in
+        cost = torch.where(moderate, entropy, torch.inf)  # an infinite cost is never accepted
         negative = banks.push(state.negative, label, feature, cost)
         probs = banks.push(banks.Bank(state.negative_prob, state.negative.cost), label, prob, cost).keys
 
@@ -104,10 +104,10 @@ class TDA(Base):
         return frozen + raised - lowered, State(positive, negative, probs)
 
     def learned(self, before: State, after: State) -> Tensor:
-        """Whether a cache took the image in."""
+        """Whether a cache accepted the image."""
         return differ((before.positive.cost, before.negative.cost), (after.positive.cost, after.negative.cost))
 
     @staticmethod
     def _affinity(cache: banks.Bank, feature: Tensor, alpha: float, beta: float) -> Tensor:
-        """The weight of each item of a cache (C, M); zero where a slot is empty."""
+        """The weight of each item of a cache (C, M); zero for an empty slot."""
         return ops.affinity(cache.keys @ feature, alpha, beta) * cache.cost.isfinite()

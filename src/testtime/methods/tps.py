@@ -66,14 +66,14 @@ class TPS(Tuning):
         return task.scale * (shifted @ views[0]), state
 
     def shift(self, task: Task, views: Tensor) -> Tensor:
-        """What is added to the text prototypes for one image (V, D): (C, D)."""
-        # In double, whatever the input: the first step is nearly a sign, so where a gradient is about zero
-        # its rounding alone moves a coordinate by twice the learning rate.
+        """The shift of the text prototypes for one image (V, D): (C, D)."""
+        # In double precision for any input: the first step is nearly a sign, so where a gradient is about zero
+        # its rounding error alone moves a coordinate by twice the learning rate.
         start, views = task.text.double(), views.double()
         shift, moments = torch.zeros_like(start), None
         for number in range(1, self.steps + 1):
             text = ops.prototypes(start + shift)
-            # released code, unlike TPT: the views are chosen anew at every step, by the shifted prototypes
+            # released code, unlike TPT: the views are reselected at every step, by the shifted prototypes
             rows = views[ops.confident(task.scale * (views @ text.direction.T), self.selection)]
             grad = gradient(rows, text, task.scale)
             if self.steps == 1:

@@ -7,8 +7,8 @@ via Text Feature Dispersion", ICLR 2024.
 
 The vectors of the prompt's first words ("a photo of a") are tuned for the one image at hand, through the text tower,
 so that its confident views agree: the entropy of their mean prediction falls. C-TPT also spreads the prototypes of
-the classes apart, because predictions from dispersed prototypes are better calibrated. The prompt starts anew for
-each image, so nothing is remembered.
+the classes apart, because predictions from dispersed prototypes are better calibrated. The prompt is reset for each
+image, so nothing is remembered.
 
 Departures: selection keeps at least one view, where the released code keeps none of fewer than ten; everything is in
 the precision of the features, where the released code mixes half and single precision.
@@ -28,7 +28,7 @@ from testtime.methods.tuning import Tuning
 from testtime.text.contexts import at_start
 from testtime.types import Context, MissingPart, Task
 
-GROUP = 8  # images of a scan that share what the text tower computes for the untuned prompt
+GROUP = 8  # images of a scan that share the text tower's pass for the untuned prompt
 
 
 class State(NamedTuple):
@@ -40,8 +40,8 @@ class TPT(Tuning):
     """Test-time prompt tuning; the defaults are the released settings.
 
     Needs a task with a text tower: `build_task(..., context=True)`. `scan` tunes `batch` images side by side, each
-    its own prompt; logits then agree with those of single steps up to rounding. What the text tower makes of the prompt
-    that all images start from is computed once per task.
+    its own prompt; logits then agree with those of single steps up to rounding. The text tower's
+    output for the initial prompt is computed once per task.
 
     >>> import testtime as tt
     >>> encoder = tt.load_encoder("tiny")
@@ -62,7 +62,7 @@ class TPT(Tuning):
     gradients: ClassVar[str] = "autograd"
     needs_tower: ClassVar[bool] = True
 
-    batch: int = 1  # images tuned side by side; memory grows with it only by the prototypes
+    batch: int = 1  # images tuned side by side; only the memory for prototypes grows with it
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -85,7 +85,7 @@ class TPT(Tuning):
     def tune(self, task: Task, stream: Tensor) -> Tensor:
         """The tuned prompt of each image (B, V, D): (B, n, width)."""
         context = tower(task, self.name)
-        # a session runs in inference mode, where nothing has gradients, and its tensors never can: hence the copies
+        # a session runs in inference mode, whose tensors can never have gradients: hence the copies
         with torch.inference_mode(False):
             stream = stream.clone()
             start = at_start(context, stream)  # the same for every image
@@ -108,7 +108,7 @@ class TPT(Tuning):
         return ops.confident(logits, self.selection)
 
     def loss(self, task: Task, rows: Tensor, text: Tensor) -> Tensor:
-        """What the prompt is tuned to lower: entropy of the mean prediction of rows (R, D) by prototypes (C, D)."""
+        """The tuning objective: entropy of the mean prediction of rows (R, D) by prototypes (C, D)."""
         return ops.marginal_entropy(task.scale * rows @ text.T)
 
     def _by_text(self, task: Task, rows: Tensor, text: Tensor) -> Tensor:
@@ -162,10 +162,10 @@ class CTPT(TPT):
 
 
 def tower(task: Task, method: str) -> Context:
-    """The task's way through the text tower, or an error that says how to get one."""
+    """The task's differentiable text tower, or an error that says how to get one."""
     if task.context is None:
         raise MissingPart(
-            f"Method '{method}' tunes the prompt through the text tower, and this task has none, as most feature "
+            f"Method '{method}' needs the text tower to tune the prompt, and this task has none; most feature "
             "files have none. Run it with an encoder, such as --encoder open_clip:ViT-B-16/openai; in Python, "
             "build_task(encoder, names, context=True)."
         )

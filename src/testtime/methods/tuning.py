@@ -1,4 +1,4 @@
-"""What methods share that tune something for the one image at hand, by AdamW, so that its confident views agree."""
+"""Shared by methods that tune something for a single image, by AdamW, so that its confident views agree."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class Tuning(Base):
     """The settings of the tuning; the defaults are those of the released codes of TPT and TPS."""
 
     lr: float = 5e-3  # about the size of one coordinate's change: AdamW's first step is nearly a sign
-    steps: int = 1  # more gain little and cost as much each
+    steps: int = 1  # each further step costs as much and gains little
     selection: float = 0.1  # fraction of the views that count as confident
     adamw_eps: float = 1e-8
     adamw_betas: tuple[float, float] = (0.9, 0.999)
-    adamw_weight_decay: float = 0.01  # in the first step too, unless what is tuned starts at zero
+    adamw_weight_decay: float = 0.01  # also in the first step, unless the tuned values start at zero
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -8,7 +8,7 @@ confident view casts one whole vote, and the class with most votes wins. Nothing
 remembered.
 
 Departures: at least one view votes, where the released code keeps none of fewer than four. If every view has
-voted there is none left to break a tie, and it stays: the lower index wins.
+voted, none is left to break a tie, and the lower index wins.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from testtime import ops
 from testtime.methods.base import Base, require
 from testtime.types import Task
 
-# the smallest step from 1 in each precision, which stands for zero where the released code runs in it
+# the machine epsilon of each precision, which stands for zero when the released code runs in it
 SMALLEST = {"bfloat16 eps": 2**-7, "float16 eps": 2**-10, "float32 eps": 2**-23, "float64 eps": 2**-52}
 
 
@@ -33,7 +33,7 @@ class State(NamedTuple):
 
 
 def read_temperature(text: str) -> float:
-    """A temperature from text; 0 for hard votes, NaN for what cannot be read.
+    """A temperature from text; 0 for hard votes, NaN if it cannot be parsed.
 
     >>> read_temperature("hard"), read_temperature("float64 eps (hard votes)"), read_temperature("0.5")
     (0.0, 0.0, 0.5)
@@ -43,7 +43,7 @@ def read_temperature(text: str) -> float:
     text = text.strip()
     if text == "hard" or text.endswith("(hard votes)"):
         return 0.0
-    text = text.partition("(")[0].strip()  # a remark
+    text = text.partition("(")[0].strip()  # drop a remark
     try:
         return SMALLEST[text] if text in SMALLEST else float(text)
     except ValueError:
@@ -70,7 +70,7 @@ class ZERO(Base):
 
     gamma: float = 0.3  # fraction of the views that vote
     # A number makes votes soft: softmax of the cosines over it. Under half-precision autocast the released
-    # code votes so, at float16's 0.0009765625.
+    # code does this, with float16's 0.0009765625.
     zero_temperature: str = "hard"
 
     def __post_init__(self) -> None:
@@ -84,7 +84,7 @@ class ZERO(Base):
         return State()
 
     def step(self, task: Task, state: State, views: Tensor) -> tuple[Tensor, State]:
-        # 1. views by confidence, the first of which vote
+        # 1. views sorted by confidence; the first ones vote
         logits = task.zero_shot(views)  # (V, C)
         logits = logits[ops.entropy(logits).argsort(stable=True)]
         voting = ops.kept(len(views), self.gamma)
@@ -97,7 +97,7 @@ class ZERO(Base):
         return votes.to(views.dtype), state
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """Shares of the votes."""
+        """Fractions of the votes."""
         return logits / logits.sum(-1, keepdim=True)
 
     def _votes(self, cosines: Tensor) -> Tensor:
@@ -105,17 +105,17 @@ class ZERO(Base):
         temperature = read_temperature(self.zero_temperature)
         if temperature == 0:
             return F.one_hot(cosines.argmax(1), cosines.shape[1]).sum(0)
-        # in double, so that a vote of all but 1e-9 is no whole one: a tie is an exact equality
+        # in double precision, so that a vote of 1 - 1e-9 does not count as 1: a tie is an exact equality
         return (cosines.double() / temperature).softmax(1).sum(0)
 
 
 def _tie_breaker(tied: Tensor, rest: Tensor) -> Tensor:
-    """One more vote (C,) where classes are tied (C,), by the other views' logits (R, C), surest first."""
+    """One more vote (C,) where classes are tied (C,), by the other views' logits (R, C), most confident first."""
     choices = rest.argmax(1)  # (R,)
-    able = tied[choices]
-    first = choices[able.to(torch.uint8).argmax(0, keepdim=True)][0]  # a scalar index would be read back
-    # Where no view is able, the released code means to mask the classes that are not tied. Its `~` negates
+    decides = tied[choices]
+    first = choices[decides.to(torch.uint8).argmax(0, keepdim=True)][0]  # a scalar index would be read back
+    # If no view chooses a tied class, the released code means to mask the classes that are not tied. Its `~` negates
     # the indices instead, so it masks the mirror images of the tied: the vote may go to any other class, and
     # depends on the order of the classes.
     otherwise = rest[0].masked_fill(tied.flip(0), -torch.inf).argmax()
-    return F.one_hot(torch.where(able.any(), first, otherwise), len(tied))
+    return F.one_hot(torch.where(decides.any(), first, otherwise), len(tied))

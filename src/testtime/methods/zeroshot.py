@@ -1,4 +1,4 @@
-"""Zero-shot classification: the frozen model, the bar that every method has to clear.
+"""Zero-shot classification: the frozen model, the baseline of every method.
 
 Radford et al., "Learning Transferable Visual Models From Natural Language Supervision", ICML 2021.
 

@@ -1,7 +1,7 @@
-"""What each fast stepper understands: every setting of its method by name, with the values that it is written for.
+"""What each fast stepper supports: every setting of its method by name, with the values it is written for.
 
-A setting or a value that is not listed here is left to the plain loop. Side by side run settings that agree in
-`together`, which decides shapes and which views are read.
+A setting or value that is not listed here is left to the plain loop. Methods run side by side if they agree on the
+settings in `group_by`, which decide shapes and which views are read.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from testtime.methods.dpe import DPE
-    from testtime.types import Task
+    from testtime.types import Method, Task
 
-Values = Callable[[Any], bool] | tuple[object, ...]  # which values of a setting are understood
+Values = Callable[[Any], bool] | tuple[object, ...]  # which values of a setting are supported
 
 
-def number(value: Any) -> bool:
+def number(value: object) -> bool:
     """Any number, or pair of numbers, that the method itself accepts."""
     return isinstance(value, int | float | tuple) and not isinstance(value, bool)
 
@@ -31,12 +31,12 @@ def one_or_more(value: Any) -> bool:
 class Fast(NamedTuple):
     """A fast stepper of one method on one kind of device."""
 
-    method: str  # its module and class: a class derived from it may do something else
+    method: str  # its module and class; a subclass may behave differently
     device: str
     module: str  # holds a class `Stepper`
     supports: dict[str, Values]
-    together: tuple[str, ...] = ()
-    needs: str = ""  # a package that is an extra
+    group_by: tuple[str, ...] = ()
+    needs: str = ""  # an optional package
 
 
 DPE_ON_CPU: dict[str, Values] = {
@@ -74,7 +74,7 @@ DPE_ON_CPU: dict[str, Values] = {
     "empty_queue": ("zero",),
 }
 DPE_ON_GPU = DPE_ON_CPU | {"queue": one_or_more, "multi_view_prediction": (False,)}
-DPE_TOGETHER = ("queue", "steps", "selection", "multi_view_prediction")
+DPE_GROUP_BY = ("queue", "steps", "selection", "multi_view_prediction")
 
 TDA: dict[str, Values] = dict.fromkeys(
     (
@@ -103,47 +103,47 @@ TPS: dict[str, Values] = {
 DMN: dict[str, Values] = dict.fromkeys(("memory_size", "beta", "fusion_text", "fusion_memory", "selection"), number)
 
 FAST = (
-    Fast("testtime.methods.dpe.DPE", "cpu", "testtime.steppers.cpu.dpe", DPE_ON_CPU, DPE_TOGETHER, "numba"),
+    Fast("testtime.methods.dpe.DPE", "cpu", "testtime.steppers.cpu.dpe", DPE_ON_CPU, DPE_GROUP_BY, "numba"),
     Fast("testtime.methods.tda.TDA", "cpu", "testtime.steppers.cpu.tda", TDA, ("selection",), "numba"),
     Fast("testtime.methods.tps.TPS", "cpu", "testtime.steppers.cpu.tps", TPS, ("selection", "steps"), "numba"),
     Fast("testtime.methods.dmn.DMN", "cpu", "testtime.steppers.cpu.dmn", DMN, ("selection",), "numba"),
-    Fast("testtime.methods.dpe.DPE", "cuda", "testtime.steppers.gpu.dpe", DPE_ON_GPU, DPE_TOGETHER, "triton"),
+    Fast("testtime.methods.dpe.DPE", "cuda", "testtime.steppers.gpu.dpe", DPE_ON_GPU, DPE_GROUP_BY, "triton"),
 )
 
 
-def supported(fast: Fast, method: Any) -> bool:
-    """Whether the form is of this very class and knows every setting and every value of it."""
+def supported(fast: Fast, method: Method) -> bool:
+    """Whether the fast stepper is for exactly this class and supports every setting and its value."""
     kind = type(method)
     if f"{kind.__module__}.{kind.__qualname__}" != fast.method:
         return False
-    settings = {field.name: getattr(method, field.name) for field in fields(method)}
+    settings = {field.name: getattr(method, field.name) for field in fields(method)}  # type: ignore[arg-type]
     return settings.keys() <= fast.supports.keys() and all(
         known(settings[name]) if callable(known) else settings[name] in known for name, known in fast.supports.items()
     )
 
 
 class Numbers(NamedTuple):
-    """What S settings of DPE that run side by side differ in: S values of each."""
+    """The settings in which S runs of DPE side by side may differ: S values of each."""
 
-    alpha: list[float]  # already times the logit scale where that is wanted
+    alpha: list[float]  # already times the logit scale if `scale_affinity` is set
     beta: list[float]
     entropy_weight: list[float]
-    align_weight: list[float]  # over the temperature; 0 without queues, which leave nothing to align with
+    align_weight: list[float]  # over the temperature; 0 without queues, as there is nothing to align with
     eps: list[float]
     lr_text: list[float]
     lr_visual: list[float]
-    per_nat: list[float]  # what turns an entropy in nats into the unit of the thresholds
-    sharpness: list[float]  # of the alignment: 1 over its temperature
+    per_nat: list[float]  # converts an entropy in nats to the unit of the thresholds
+    sharpness: list[float]  # of the alignment: 1 / temperature
     threshold: list[float]
-    share: list[float]  # how far text prototypes move to the nudged ones; below 0: as a cumulative average does
+    share: list[float]  # fraction by which text prototypes move to the nudged ones; below 0: a cumulative average
     prompt_count: list[float]
-    keeps_below: list[float]  # 1 or 0, as what follows
+    keeps_below: list[float]  # 1 or 0, as are the next two
     evolves: list[float]
     renormalises: list[float]
 
 
 def numbers(task: Task, methods: Sequence[DPE]) -> Numbers:
-    """The numbers of settings that run side by side over a task."""
+    """The values of settings that run side by side on a task."""
     return Numbers(
         [m.alpha * (task.scale if m.scale_affinity else 1.0) for m in methods],
         [m.beta for m in methods],
@@ -163,7 +163,7 @@ def numbers(task: Task, methods: Sequence[DPE]) -> Numbers:
     )
 
 
-# by name, so that an update rule of a new name is an error and not one of these
+# by name, so that a new update rule raises an error instead of being mistaken for one of these
 SHARES: dict[str, Callable[[DPE], float]] = {
     "none": lambda method: 0.0,
     "full": lambda method: 1.0,

@@ -1,23 +1,23 @@
-"""A method's own steps, one after another: what every other stepper is held to."""
+"""A method's own steps, one after another: the reference for every other stepper."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from testtime.steppers import Stepper, aligned, aligned_state, example, rows_aligned
+from testtime.methods.base import Nested
+from testtime.steppers import Stepper, aligned, aligned_state, dummy_views, rows_aligned
 from testtime.types import Method, Task
 
 
 class Plain:
     """One run by the method's own steps; see `steppers.Stepper`."""
 
-    def __init__(self, task: Task, methods: Sequence[Method], states: Sequence[Any]) -> None:
+    def __init__(self, task: Task, methods: Sequence[Method], states: Sequence[Nested]) -> None:
         self.task, (self.method,) = task, methods
-        self._state: Any = None
+        self._state: Nested = ()
         self.restore(states)
 
     def step(self, views: Tensor) -> tuple[Tensor, Tensor]:
@@ -30,24 +30,24 @@ class Plain:
         if not len(stream) or rows_aligned(stream):
             logits, self._state = self.method.scan(self.task, self._state, stream)
             return logits[None]
-        # image by image, so that each lies as it does wherever the stream is cut
+        # image by image, so that each is aligned the same wherever the stream is split
         return torch.stack([self.step(views)[0] for views in stream], 1)
 
     def peek(self, views: Tensor) -> Tensor:
         return self.method.step(self.task, self._state, aligned(views))[0][None]
 
     def warm_up(self, views: int) -> None:
-        self.peek(example(self.task, views))
+        self.peek(dummy_views(self.task, views))
 
-    def snapshot(self) -> list[Any]:
-        return [self._state]  # steps are pure: nothing will change it
+    def snapshot(self) -> list[Nested]:
+        return [self._state]  # steps are pure and never modify it
 
-    def restore(self, states: Sequence[Any]) -> None:
+    def restore(self, states: Sequence[Nested]) -> None:
         (self._state,) = map(aligned_state, states)
 
 
-class Row:
-    """Runs that have a stepper each, as one; see `steppers.Stepper`."""
+class Composite:
+    """Several single-run steppers behind one interface; see `steppers.Stepper`."""
 
     def __init__(self, steppers: Sequence[Stepper]) -> None:
         self.steppers = steppers
@@ -66,9 +66,9 @@ class Row:
         for stepper in self.steppers:
             stepper.warm_up(views)
 
-    def snapshot(self) -> list[Any]:
+    def snapshot(self) -> list[Nested]:
         return [state for stepper in self.steppers for state in stepper.snapshot()]
 
-    def restore(self, states: Sequence[Any]) -> None:
+    def restore(self, states: Sequence[Nested]) -> None:
         for stepper, state in zip(self.steppers, states, strict=True):
             stepper.restore([state])

@@ -1,11 +1,11 @@
-"""DMN-ZS on the CPU without copies: a memory that changes a slot at a time, read once for each image.
+"""DMN-ZS on the CPU without copies: the memory is updated one slot at a time and read once per image.
 
-What it does beyond `methods.dmn`, which reads like the paper:
+Optimisations over `methods.dmn`, which reads like the paper:
 
-- a memory that takes an image in changes one slot, in place;
-- a class's vector is made and used while its memories are in a cache, so the memory, 100 MB at 1000 classes, is read
-  once and no other array of its size is written;
-- empty slots, which are zero and weigh nothing, are not looked at.
+- a memory that accepts an image changes one slot, in place;
+- a class's vector is computed and used while its memories are in the cache, so the memory, 100 MB at 1000 classes, is
+  read once and no other array of its size is written;
+- empty slots, which are zero and contribute nothing, are skipped.
 
 Views vote by the same operations as there, once for all settings, so states are the same bit for bit.
 S settings side by side, C classes, M slots, D features.
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from testtime.methods.dmn import DMN, State
-from testtime.steppers.cpu.loops import Array, ByImage, compiled, copied, dot, owned, rounded, unchanged
+from testtime.steppers.cpu.loops import Array, ByImage, cast, compiled, dot, rows_restored, to_array, to_tensor
 from testtime.types import Task
 
 
@@ -36,7 +36,7 @@ class Stepper(ByImage):
     def _step(self, views: Tensor, peeking: bool) -> tuple[Tensor, list[bool]]:
         task, clean = self.task, views[0].numpy()
         cosine = task.text @ views[0]
-        label, entropy = 0, cosine.new_tensor(math.inf)  # what no memory takes
+        label, entropy = 0, cosine.new_tensor(math.inf)  # never accepted by a memory
         if self.remembers:
             vote = self.methods[0].vote(task, views)
             label, entropy = int(vote.argmax()), -(vote * (vote + 1e-8).log()).sum()
@@ -44,12 +44,12 @@ class Stepper(ByImage):
         logits = text_prob.new_empty(len(self.methods), task.classes)
         learned = []
         for method, memory, row in zip(self.methods, self.memories, logits.numpy(), strict=True):
-            with unchanged(memory if peeking else (), label):
+            with rows_restored(memory if peeking else (), label):
                 # 1. the memory keeps the clean view; nothing before this line changes it
                 learned.append(remember(*memory, label, clean, entropy.numpy()[()]))
-                # 2. the class vectors that this image reads from it
+                # 2. the class vectors that this image reads from the memory
                 features, _, used = memory
-                numbers = (rounded(number, row.dtype.type) for number in (method.beta, task.scale))
+                numbers = (cast(number, row.dtype.type) for number in (method.beta, task.scale))
                 read(features, used, self.text, clean, cosine.numpy(), *numbers, row)
         # 3. both classifiers
         scores = [
@@ -59,21 +59,21 @@ class Stepper(ByImage):
         return torch.stack(scores), learned
 
     def snapshot(self) -> list[State]:
-        return [State(copied(features), copied(entropy)) for features, entropy, _ in self.memories]
+        return [State(to_tensor(features), to_tensor(entropy)) for features, entropy, _ in self.memories]
 
     def restore(self, states: Sequence[State]) -> None:
-        pairs = [(owned(state.features), owned(state.entropy)) for state in states]  # (C, M, D), (C, M)
+        pairs = [(to_array(state.features), to_array(state.entropy)) for state in states]  # (C, M, D), (C, M)
         self.memories = [(features, entropy, _used(entropy)) for features, entropy in pairs]
 
 
 def _used(entropy: Array) -> Array:
-    """How many slots of each class may hold something: up to the last that is not infinitely uncertain."""
+    """How many slots of each class may be in use: up to the last with finite entropy."""
     return (np.isfinite(entropy) * np.arange(1, entropy.shape[1] + 1)).max(1, initial=0)
 
 
 @compiled
 def remember(features: Array, entropy: Array, used: Array, label: int, clean: Array, price: float) -> bool:
-    """Offer a class's memory one feature (D,): it replaces the first of the most uncertain, if that is worse."""
+    """Offer one feature (D,) to a class's memory: it replaces the first of the most uncertain if it is more certain."""
     slots, slot = entropy.shape[1], 0
     for m in range(slots):
         if entropy[label, m] > entropy[label, slot]:
@@ -90,7 +90,7 @@ def remember(features: Array, entropy: Array, used: Array, label: int, clean: Ar
 def read(
     features: Array, used: Array, text: Array, clean: Array, cosine: Array, beta: float, scale: float, logits: Array
 ) -> None:
-    """Logits (C,) of the clean view by the vectors that it reads: keys weighed by their affinity to it."""
+    """Fill the logits (C,) of the clean view from the class vectors it reads: keys weighted by their affinity to it."""
     classes, _, dim = features.shape
     vector, one = np.empty(dim, features.dtype), features.dtype.type(1)
     for c in range(classes):

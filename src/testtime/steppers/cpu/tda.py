@@ -1,13 +1,13 @@
-"""TDA on the CPU without copies: caches that change a row at a time, asked slot by slot.
+"""TDA on the CPU without copies: caches are updated one row at a time and queried slot by slot.
 
-What it does beyond `methods.tda`, which reads like the paper:
+Optimisations over `methods.tda`, which reads like the paper:
 
-- a cache that takes an image in changes one row, in place;
-- the classes that a negative item speaks on are listed when it is taken in. They are few, as each has more than
-  `neg_mask_lower` of a probability of one, so asking does not go through C numbers for each of the C x M items;
-- empty slots are not looked at.
+- a cache that accepts an image changes one row, in slot;
+- the classes that a negative item lowers are listed when it is added. Each has a probability above `neg_mask_lower`, so
+  there are few of them, and a query does not read C numbers for each of the C x M items;
+- empty slots are skipped.
 
-An image is described by the same operations as there, once for all settings, so states are the same bit for bit.
+Image features use the same operations as there, once for all settings, so states are the same bit for bit.
 S settings side by side, C classes, M slots, D features, L classes in a list.
 """
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,47 +27,48 @@ from testtime.methods.tda import TDA, State
 from testtime.steppers.cpu.loops import (
     Array,
     ByImage,
+    Real,
+    cast,
     compiled,
-    copied,
     dot,
     filled,
-    owned,
+    flush_negligible,
+    insertion_slot,
     push,
-    rank,
-    rounded,
-    settled,
+    rows_restored,
     shift_from,
-    unchanged,
+    to_array,
+    to_tensor,
 )
 from testtime.types import Task
 
 
 class Positive(NamedTuple):
-    """A cache of what images are."""
+    """The positive cache: what images are."""
 
     keys: Array  # (C, M, D)
     cost: Array  # (C, M)
 
 
 class Negative(NamedTuple):
-    """A cache of what images are not."""
+    """The negative cache: what images are not."""
 
     keys: Array  # (C, M, D)
     cost: Array  # (C, M)
     probs: Array  # (C, M, C)
     possible: Array  # (C, M, L) the classes that an item lowers
-    lengths: Array  # (C, M) how many those are
+    lengths: Array  # (C, M) how many there are
 
 
 class Numbers(NamedTuple):
-    """A method's settings in the precision of the task."""
+    """A method's settings in the task's precision."""
 
-    pos_alpha: Any
-    pos_beta: Any
-    neg_alpha: Any
-    neg_beta: Any
-    neg_mask_lower: Any
-    neg_mask_upper: Any
+    pos_alpha: Real
+    pos_beta: Real
+    neg_alpha: Real
+    neg_beta: Real
+    neg_mask_lower: Real
+    neg_mask_upper: Real
 
 
 class Stepper(ByImage):
@@ -76,9 +77,7 @@ class Stepper(ByImage):
     def __init__(self, task: Task, methods: Sequence[TDA], states: Sequence[State]) -> None:
         self.task, self.methods = task, methods
         real = task.text.numpy().dtype.type
-        self.numbers = [
-            Numbers(*(rounded(getattr(method, name), real) for name in Numbers._fields)) for method in methods
-        ]
+        self.numbers = [Numbers(*(cast(getattr(method, name), real) for name in Numbers._fields)) for method in methods]
         self.restore(states)
 
     def _step(self, views: Tensor, peeking: bool) -> tuple[Tensor, list[bool]]:
@@ -93,11 +92,11 @@ class Stepper(ByImage):
         logits = frozen.repeat(len(self.methods), 1)
         offer = label, feature.numpy(), entropy.numpy()[()], prob.numpy()
 
-        # from here on caches change, and nothing can fail half way
+        # caches change from here on, and nothing can fail midway
         learned = []
         for s, row in enumerate(logits.numpy()):
             changing = (*self.positive[s], *self.negative[s]) if peeking else ()
-            with unchanged(changing, label):
+            with rows_restored(changing, label):
                 # 2. offer it to its class's positive cache, and if it is moderately uncertain to the negative one
                 numbers = self.numbers[s]
                 taken = push(*self.positive[s], *offer[:3])
@@ -111,32 +110,32 @@ class Stepper(ByImage):
 
     def snapshot(self) -> list[State]:
         return [
-            State(Bank(*map(copied, positive)), Bank(*map(copied, negative[:2])), copied(negative.probs))
+            State(Bank(*map(to_tensor, positive)), Bank(*map(to_tensor, negative[:2])), to_tensor(negative.probs))
             for positive, negative in zip(self.positive, self.negative, strict=True)
         ]
 
     def restore(self, states: Sequence[State]) -> None:
-        self.positive = [Positive(*map(owned, state.positive)) for state in states]
+        self.positive = [Positive(*map(to_array, state.positive)) for state in states]
         self.negative = [_negative(*pair) for pair in zip(states, self.numbers, strict=True)]
 
 
 def _negative(state: State, numbers: Numbers) -> Negative:
     """A negative cache with the lists of classes that its items lower."""
     lower, upper = numbers.neg_mask_lower, numbers.neg_mask_upper
-    probs = owned(state.negative_prob)
+    probs = to_array(state.negative_prob)
     classes, slots, _ = probs.shape
     lengths = ((lower < probs) & (probs < upper)).sum(2)
-    # fewer than 1 / lower classes can have more than that, but for the rounding of their sum
-    most = min(classes, int(1.01 / lower) + 1) if lower > 0 else classes
-    possible = np.zeros((classes, slots, lengths.max(initial=most)), np.int32)  # a saved state may hold anything
+    # at most 1 / lower classes can be above `lower`, up to the rounding of their sum
+    longest = min(classes, int(1.01 / lower) + 1) if lower > 0 else classes
+    possible = np.zeros((classes, slots, lengths.max(initial=longest)), np.int32)  # a saved state may contain anything
     list_all(probs, lower, upper, possible)
-    keys, cost = map(owned, state.negative)
+    keys, cost = map(to_array, state.negative)
     return Negative(keys, cost, probs, possible, lengths)
 
 
 @compiled
 def list_possible(prob: Array, lower: float, upper: float, possible: Array) -> int:
-    """Fill `possible` (L,) with the classes whose probability (C,) lies between the bounds; how many there are."""
+    """Fill `possible` (L,) with the classes whose probability (C,) lies between the bounds; returns their number."""
     count = 0
     for c in range(len(prob)):
         if lower < prob[c] and prob[c] < upper:
@@ -157,18 +156,18 @@ def list_all(probs: Array, lower: float, upper: float, possible: Array) -> None:
 def push_negative(
     cache: Negative, label: int, feature: Array, price: float, prob: Array, lower: float, upper: float
 ) -> bool:
-    """`push` for a negative cache, whose items also hold probabilities (C,) and list the classes between the bounds."""
-    price = settled(price)
-    place = rank(cache.cost[label], price)
-    if place >= 0:
-        shift_from(cache.cost[label], place)
-        shift_from(cache.keys[label], place)
-        shift_from(cache.probs[label], place)
-        shift_from(cache.possible[label], place)
-        shift_from(cache.lengths[label], place)
-        cache.cost[label, place], cache.keys[label, place], cache.probs[label, place] = price, feature, prob
-        cache.lengths[label, place] = list_possible(prob, lower, upper, cache.possible[label, place])
-    return place >= 0
+    """`push` for a negative cache, whose items also store probabilities (C,) and the classes between the bounds."""
+    price = flush_negligible(price)
+    slot = insertion_slot(cache.cost[label], price)
+    if slot >= 0:
+        shift_from(cache.cost[label], slot)
+        shift_from(cache.keys[label], slot)
+        shift_from(cache.probs[label], slot)
+        shift_from(cache.possible[label], slot)
+        shift_from(cache.lengths[label], slot)
+        cache.cost[label, slot], cache.keys[label, slot], cache.probs[label, slot] = price, feature, prob
+        cache.lengths[label, slot] = list_possible(prob, lower, upper, cache.possible[label, slot])
+    return slot >= 0
 
 
 @compiled
@@ -182,7 +181,7 @@ def add(keys: Array, cost: Array, feature: Array, alpha: float, beta: float, log
 
 @compiled
 def subtract(cache: Negative, feature: Array, alpha: float, beta: float, logits: Array) -> None:
-    """Lower the logits (C,) of the classes that each item held possible, by its affinity to the feature (D,)."""
+    """Lower the logits (C,) of the classes that each item considers possible, by its affinity to the feature (D,)."""
     keys, cost, possible, lengths = cache.keys, cache.cost, cache.possible, cache.lengths
     one = feature.dtype.type(1)
     for c in range(len(cost)):

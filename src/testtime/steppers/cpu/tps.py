@@ -1,8 +1,8 @@
-"""TPS on the CPU in one pass: each class's prototype is shifted, used and forgotten while it is in a cache.
+"""TPS on the CPU in one pass: each class's prototype is shifted, used and discarded while it is in the cache.
 
-What it does beyond `methods.tps`, which reads like the paper: the directions of the text prototypes, from which
-every image starts anew, are kept; and of the shifts, which are as large as the prototypes, nothing is written down. One
-step of AdamW from zero, in double as there. S settings side by side, R confident views, C classes, D features.
+Optimisations over `methods.tps`, which reads like the paper: the directions of the text prototypes, from which every
+image starts, are cached; and the shifts, which are as large as the prototypes, are never stored. One step of AdamW from
+zero, in double precision as there. S settings side by side, R confident views, C classes, D features.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from testtime.types import Task
 
 
 class Stepper(ByImage):
-    """S runs of TPS over one stream; see `steppers.Stepper`."""
+    """S runs of TPS inverse one stream; see `steppers.Stepper`."""
 
     def __init__(self, task: Task, methods: Sequence[TPS], states: Sequence[State]) -> None:
         self.task, self.methods, self.text = task, methods, task.text.numpy()
@@ -32,14 +32,14 @@ class Stepper(ByImage):
     def _step(self, views: Tensor, peeking: bool) -> tuple[Tensor, list[bool]]:
         task, direction = self.task, self.at.direction
         logits = views.new_empty(len(self.methods), task.classes)
-        every = views.double()
-        scores = task.scale * (every @ direction.T)  # (V, C)
+        doubles = views.double()
+        scores = task.scale * (doubles @ direction.T)  # (V, C)
         chosen = ops.confident(scores, self.methods[0].selection)
-        rows, p = every[chosen], scores[chosen].softmax(1)
+        rows, p = doubles[chosen], scores[chosen].softmax(1)
         log_mean = p.mean(0).clamp_min(torch.finfo(p.dtype).tiny).log()
         slope = p * ((p @ log_mean)[:, None] - log_mean) * (task.scale / len(rows))
         numbers = self.rates, self.eps, task.scale, logits.numpy()
-        answer(self.text, *(part.numpy() for part in (*self.at, slope.T.contiguous(), rows, views[0])), *numbers)
+        predict(self.text, *(part.numpy() for part in (*self.at, slope.T.contiguous(), rows, views[0])), *numbers)
         return logits, [False] * len(self.methods)
 
     def snapshot(self) -> list[State]:
@@ -50,7 +50,7 @@ class Stepper(ByImage):
 
 
 @compiled
-def answer(
+def predict(
     text: Array,
     direction: Array,
     length: Array,
@@ -62,10 +62,10 @@ def answer(
     scale: float,
     logits: Array,
 ) -> None:
-    """Logits (S, C) of the clean view (D,) by text prototypes (C, D) that have moved one step down the entropy.
+    """Fill the logits (S, C) of the clean view (D,) for text prototypes (C, D) after one step down the entropy.
 
-    `direction` (C, D) and `length` (C, 1) are the prototypes taken apart, in double; the gradient by a direction is
-    `slope` (C, R) times `rows` (R, D), less what lies along it, which cannot turn it.
+    `direction` (C, D) and `length` (C, 1) are those of the prototypes, in double; the gradient by a direction is
+    `slope` (C, R) times `rows` (R, D), minus its component along the direction, which cannot turn it.
     """
     classes, dim = text.shape
     gradient, moved = np.empty(dim, direction.dtype), np.empty(dim, text.dtype)
@@ -75,12 +75,12 @@ def answer(
             weight = slope[c, r]
             for d in range(dim):
                 gradient[d] += weight * rows[r, d]
-        along, over = dot(gradient, direction[c]), 1 / length[c, 0]
+        along, inverse = dot(gradient, direction[c]), 1 / length[c, 0]
         for d in range(dim):
-            gradient[d] = (gradient[d] - along * direction[c, d]) * over
+            gradient[d] = (gradient[d] - along * direction[c, d]) * inverse
         for s in range(len(rates)):
-            rate, soft = rates[s], eps[s]
+            rate, epsilon = rates[s], eps[s]
             for d in range(dim):
-                # rounded as a shift is, before it is added
-                moved[d] = text[c, d] + text.dtype.type(-rate * gradient[d] / (abs(gradient[d]) + soft))
+                # rounded like a stored shift before it is added
+                moved[d] = text[c, d] + text.dtype.type(-rate * gradient[d] / (abs(gradient[d]) + epsilon))
             logits[s, c] = scale * dot(moved, clean) / max(math.sqrt(dot(moved, moved)), 1e-12)

@@ -1,25 +1,25 @@
-"""DPE's step on a GPU as eight launches that Triton compiles: the state moves on in place, and nothing is read back.
+"""DPE's step on a GPU as eight Triton kernels: the state is updated in place, and nothing is read back.
 
-A launch is for S runs side by side, which differ in their settings: one of them leaves most of a GPU idle. What they
-differ in is read from a table, and no tile or argument depends on S, so a run's numbers are bit for bit those it has
-alone.
+A launch is for S runs side by side with different settings: a single run leaves most of a GPU idle. The settings are
+read from a table, and no tile or argument depends on S, so a run gives bit for bit the same results as alone.
 
-What it does beyond `methods.dpe`, which reads like the paper:
+Optimisations over `methods.dpe`, which reads like the paper:
 
-- a step is few kernels, each of which does all that can be done before programs must wait for one another;
-- lengths of prototypes, and their directions in half-precision parts, are kept beside the state: a queue that takes
-  an image in changes one row of them;
-- the pull of the alignment loss, three C x C x D products, is a function of the prototypes alone. Its kernels return
-  at once where no prototype has changed since they last ran: exact, not approximate.
+- a step is a few kernels, each of which does as much as possible before programs must synchronise;
+- lengths of prototypes, and their directions in half-precision parts, are cached beside the state: a queue that accepts
+  an image changes one row of them;
+- the pull of the alignment loss, three C x C x D products, depends only on the prototypes. Its kernels return at once
+  if no prototype has changed since they last ran: exact, not approximate.
 
-The kernels are in `dpe_kernels` and `dpe_alignment`. What is kept follows from the state alone, by one arithmetic
-wherever it is computed, so a run that is saved and loaded goes on as it would have.
+The kernels are in `dpe_kernels` and `dpe_alignment`. Cached values depend only on the state, and are computed by the
+same arithmetic everywhere, so a run that is saved and loaded continues as if uninterrupted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,56 +27,58 @@ from torch import Tensor
 from testtime import ops
 from testtime.bank import Bank
 from testtime.machine.capture import reason, warn_once
-from testtime.methods.base import leaves
+from testtime.methods.base import Nested, leaves
 from testtime.methods.dpe import DPE, State
 from testtime.steppers import fast
 from testtime.steppers.gpu import graph
 from testtime.types import Task
 
-MOST_VIEWS = 256  # every two are compared in one program
-MOST_CLASSES = 2**15  # beyond, a place in a matrix of C x C is no number of 32 bits
-MOST_RUNS = 2**13  # the last axis of a grid has room for so many, each in several layers
-PAD = 128  # what the sides of padded buffers are multiples of, and so the largest tile and split depth of a product
-FEW = 512  # classes below which products have small tiles, for more programs
-GROUP_BYTES = 96  # programs that do without splitting sums: about as many as a GPU has processors
+MOST_VIEWS = 256  # every pair is compared in one program
+MOST_CLASSES = 2**15  # beyond, an index into a C x C matrix exceeds 32 bits
+MOST_RUNS = 2**13  # limit of a grid's last axis, with several layers per run
+PAD = 128  # sides of padded buffers are multiples of it: the largest tile and split depth of a product
+SMALL_BELOW = 512  # classes; below, products have small tiles, for more programs
+ENOUGH_PROGRAMS = 96  # above, sums are not split: about as many as a GPU has multiprocessors
 
-# Tiles of each kernel, powers of two, and how Triton compiles it. Tiles of rows hold CELLS numbers.
+# Tile sizes of each kernel, powers of two, and compiler options. Tiles of rows hold CELLS numbers.
 TILES: dict[str, dict[str, int]] = {
     "view_logits": {"VIEWS": 32, "CLASSES": 16, "DEPTH": 128, "num_warps": 4, "num_stages": 3},
     "choose": {"PART": 128, "num_warps": 4},
-    "rows": {"CELLS": 2048, "num_warps": 4},  # aim, push, answer and evolve
+    "rows": {"CELLS": 2048, "num_warps": 4},  # normalise, push, answer and evolve
     "similarity": {"ROWS": 64, "COLUMNS": 64, "DEPTH": 64, "SPLIT": 1, "num_warps": 4, "num_stages": 3},
-    "misplace": {"ROWS": 2, "COLUMNS": 1024, "num_warps": 4},
+    "logit_gradient": {"ROWS": 2, "COLUMNS": 1024, "num_warps": 4},
     "pull": {"ROWS": 128, "COLUMNS": 128, "DEPTH": 32, "SPLIT": 2, "num_warps": 8, "num_stages": 4},
 }
-# what is otherwise with few classes
+# overrides for few classes
 SMALL: dict[str, dict[str, int]] = {
     "view_logits": {"CLASSES": 32},
     "choose": {"num_warps": 2},
     "rows": {"CELLS": 512, "num_warps": 1},
     "similarity": {"SPLIT": 1},
-    "misplace": {"ROWS": 8},
+    "logit_gradient": {"ROWS": 8},
     "pull": {"ROWS": 64, "SPLIT": 1, "num_warps": 4, "num_stages": 2},
 }
 
 
 def fits(task: Task) -> bool:
-    """Whether the kernels are written for a task's shape and precision."""
+    """Whether the kernels support a task's shape and precision."""
     return task.text.dtype == torch.float32 and task.classes <= MOST_CLASSES
 
 
 class Stepper(graph.Stepper):
-    """S runs of DPE over one stream, by its own kernels, captured; see `steppers.Stepper`."""
+    """S runs of DPE over one stream by custom kernels, captured; see `steppers.Stepper`."""
 
-    def _make(self, views: int) -> graph.Body:
+    def _make_body(self, views: int) -> graph.Body:
         if views <= MOST_VIEWS and len(self.methods) <= MOST_RUNS:
             try:
                 body = Kernels(self.methods, self.task, views)  # type: ignore[arg-type]
                 body.step(self._views[0], torch.empty_like(body.answer))  # compiles them
                 return body
-            except Exception as error:  # a compiler fails in its own ways, and there may be no room for buffers
-                warn_once(f"The kernels of '{self.name}' cannot be launched, and it runs slower ({reason(error)}).")
-        return super()._make(views)
+            except Exception as error:  # a compiler fails in many ways, and memory for buffers may run out
+                warn_once(
+                    f"The kernels of '{self.name}' cannot be launched; it runs slower without them ({reason(error)})."
+                )
+        return super()._make_body(views)
 
 
 class Stacked(NamedTuple):
@@ -90,15 +92,15 @@ class Stacked(NamedTuple):
 
 
 def scratch_bytes(task: Task) -> int:
-    """Bytes that the buffers of a run take beside its state, but for what depends on the number of views."""
-    tall, wide, split = _rounded(task.classes, PAD), _rounded(task.dim, PAD), TILES["pull"]["SPLIT"]
+    """Bytes of a run's buffers beside its state, except those that depend on the number of views."""
+    tall, wide, split = _round_up(task.classes, PAD), _round_up(task.dim, PAD), TILES["pull"]["SPLIT"]
     parts, pulls, moved = 2 * 2 * tall * wide * 2, 2 * split * tall * wide * 4, task.classes * task.dim * 4
-    similarity = misplaced = tall * tall * 4
-    return parts + pulls + moved + similarity + misplaced
+    similarity = logit_gradients = tall * tall * 4
+    return parts + pulls + moved + similarity + logit_gradients
 
 
 class Kernels:
-    """Steps of S methods side by side, for images of so many views: what `graph.Stepper` captures."""
+    """Steps of S methods side by side, for images with this many views: what `graph.Stepper` captures."""
 
     def __init__(self, methods: Sequence[DPE], task: Task, views: int) -> None:
         from testtime.steppers.gpu import dpe_alignment, dpe_kernels
@@ -112,56 +114,56 @@ class Kernels:
         self.count, self.keep = views, ops.kept(views, self.method.selection)
         numbers = fast.numbers(task, methods)
         self.numbers = task.text.new_tensor(list(zip(*numbers, strict=True)))  # (S, K)
-        self.scale = float(task.scale)  # even a whole one: Triton would compile anew for that
+        self.scale = float(task.scale)  # even if integral: Triton would recompile for an int
         self.pulled = self.method.steps > 0 and any(numbers.align_weight)
         self.evolves = any(numbers.evolves)
         classes, dim = task.text.shape
-        self.tall, self.wide = _rounded(classes, PAD), _rounded(dim, PAD)
+        self.tall, self.wide = _round_up(classes, PAD), _round_up(dim, PAD)
         self.shape = {"classes": classes, "dim": dim, "tall": self.tall, "wide": self.wide}
-        # A product fused with a sum is not rounded, so a logit less itself would not be zero: no entropy survives that.
+        # A fused multiply-add does not round the product: a logit minus itself would not be zero, and entropies wrong.
         self.tiles = {name: {**tile, "enable_fp_fusion": False} for name, tile in TILES.items()}
         self._fit_tiles()
 
-        # each in memory of its own: Triton compiles anew for places that are aligned otherwise
+        # each in its own allocation: Triton recompiles for pointers with a different alignment
         like, runs = task.text, self.runs
-        whole = torch.zeros(runs, dtype=torch.int32, device=like.device)
-        # kept beside the state: see `refresh`
+        counts = torch.zeros(runs, dtype=torch.int32, device=like.device)
+        # derived from the state: see `refresh`
         self.text_length, self.visual_length = (like.new_ones(runs, classes) for _ in range(2))
         self.text_parts, self.visual_parts = (self._parts(self.wide) for _ in range(2))
-        self.seen, self.stale = whole.clone(), whole.clone()
+        self.seen, self.stale = counts.clone(), counts.clone()
         # between kernels
-        round_views, tile = self.tiles["choose"]["VIEWS"], self.tiles["view_logits"]
-        self.view_blocks = _over(classes, tile["CLASSES"])
-        self.view_logits = like.new_empty(runs, round_views, self.tall)
-        self.view_summaries = like.new_empty(runs, 3, self.view_blocks, round_views, dtype=torch.float64)
-        self.parts = _over(max(classes, dim), self.tiles["choose"]["PART"])
-        self.votes, self.labels = like.new_empty(runs, 2, self.parts), whole.new_empty(runs, self.parts)
+        padded_views, tile = self.tiles["choose"]["VIEWS"], self.tiles["view_logits"]
+        self.view_blocks = _ceil_div(classes, tile["CLASSES"])
+        self.view_logits = like.new_empty(runs, padded_views, self.tall)
+        self.view_summaries = like.new_empty(runs, 3, self.view_blocks, padded_views, dtype=torch.float64)
+        self.parts = _ceil_div(max(classes, dim), self.tiles["choose"]["PART"])
+        self.votes, self.labels = like.new_empty(runs, 2, self.parts), counts.new_empty(runs, self.parts)
         self.feature = like.new_empty(runs, dim)
         self.logit, self.boost = (like.new_empty(runs, classes) for _ in range(2))
-        self.blocks = _over(classes, self.rows["ROWS"])
+        self.blocks = _ceil_div(classes, self.rows["ROWS"])
         self.summaries, self.answers = (like.new_empty(runs, 3, self.blocks, dtype=torch.float64) for _ in range(2))
         self.moved, self.moved_length = torch.empty_like(state.text), like.new_empty(runs, classes)
         self.updates_before = torch.zeros_like(state.updates)
-        aligned = self.tall if self.pulled else 1  # of no use then
+        aligned = self.tall if self.pulled else 1  # unused then
         self.similarity = like.new_zeros(runs, self.tiles["similarity"]["SPLIT"], aligned, aligned)
-        self.misplaced = self._parts(aligned)
+        self.logit_gradients = self._parts(aligned)
         self.pulls = like.new_zeros(runs, 2, self.tiles["pull"]["SPLIT"], aligned, self.wide)
         self.refresh()
 
     def refresh(self) -> None:
-        """Find what follows from the state: lengths, directions in parts, how many classes have been seen."""
+        """Recompute what is derived from the state: lengths, directions in parts, the number of seen classes."""
         state = self.state
-        with _on(self.task.text.device):
+        with _device_context(self.task.text.device):
             for vectors, lengths, parts in (
                 (state.text, self.text_length, self.text_parts),
                 (state.visual, self.visual_length, self.visual_parts),
             ):
-                self.kernels.aim[(self.blocks, self.runs)](vectors, lengths, parts, **self.shape, **self.rows)
+                self.kernels.normalise[(self.blocks, self.runs)](vectors, lengths, parts, **self.shape, **self.rows)
         self.seen.copy_((state.cost[:, :, 0] < torch.inf).sum(1))
         self.stale.fill_(1)
 
     def step(self, views: Tensor, logits: Tensor) -> None:
-        with _on(views.device):
+        with _device_context(views.device):
             self._choose(views)
             self._push()
             if self.pulled:
@@ -174,10 +176,10 @@ class Kernels:
         text, updates, keys, cost, visual = (part.clone() for part in self.state)
         return [State(text[run], updates[run], Bank(keys[run], cost[run]), visual[run]) for run in range(self.runs)]
 
-    def restore(self, states: Sequence[State]) -> None:
-        for place, values in zip(self.state, zip(*map(leaves, states), strict=True), strict=True):
+    def restore(self, states: Sequence[Nested]) -> None:
+        for target, values in zip(self.state, zip(*map(leaves, states), strict=True), strict=True):
             for run, value in enumerate(values):
-                place[run].copy_(value)
+                target[run].copy_(value)
         self.refresh()
 
     def _choose(self, views: Tensor) -> None:
@@ -204,8 +206,8 @@ class Kernels:
             *(self.numbers, self.parts),
             **self.shape,
             SLOTS=slots,
-            SLOTS_ROUND=_round(slots),
-            PARTS=_round(self.parts),
+            SLOTS_ROUND=_next_power_of_two(slots),
+            PARTS=_next_power_of_two(self.parts),
             **self.rows,
         )
 
@@ -217,16 +219,25 @@ class Kernels:
             *(self.visual_parts, self.text_parts, self.similarity, *known, self.tall, self.wide),
             **tile,
         )
-        self.alignment.misplace[(_over(classes, self.tiles["misplace"]["ROWS"]), self.runs)](
-            *(self.similarity, self.state.cost, self.misplaced, *known, classes, self.tall),
+        self.alignment.logit_gradient[(_ceil_div(classes, self.tiles["logit_gradient"]["ROWS"]), self.runs)](
+            *(self.similarity, self.state.cost, self.logit_gradients, *known, classes, self.tall),
             SLOTS=self.method.queue,
             SPLIT=tile["SPLIT"],
-            **self.tiles["misplace"],
+            **self.tiles["logit_gradient"],
         )
         tile = self.tiles["pull"]
         grid = self.tall // tile["ROWS"], self.wide // tile["COLUMNS"], self.runs * 2 * tile["SPLIT"]
         self.alignment.pull[grid](
-            *(self.misplaced, self.text_parts, self.visual_parts, self.pulls, *known, classes, self.tall, self.wide),
+            *(
+                self.logit_gradients,
+                self.text_parts,
+                self.visual_parts,
+                self.pulls,
+                *known,
+                classes,
+                self.tall,
+                self.wide,
+            ),
             **tile,
         )
 
@@ -241,7 +252,7 @@ class Kernels:
             SLOTS=self.method.queue,
             SPLIT=self.tiles["pull"]["SPLIT"],
             LEARNS=self.method.steps > 0,
-            BLOCKS=_round(self.blocks),
+            BLOCKS=_next_power_of_two(self.blocks),
             **self.rows,
         )
 
@@ -251,58 +262,58 @@ class Kernels:
             *(state.text, self.text_length, self.text_parts, self.moved, self.moved_length, self.answers),
             *(state.updates, self.updates_before, self.stale, self.learned, self.numbers),
             **self.shape,
-            BLOCKS=_round(self.blocks),
+            BLOCKS=_next_power_of_two(self.blocks),
             **self.rows,
         )
 
     def _fit_tiles(self) -> None:
-        """Fit the tiles to this shape."""
+        """Fit the tiles to the shape of the task."""
         tiles, classes, dim = self.tiles, self.shape["classes"], self.shape["dim"]
-        tiles["choose"]["VIEWS"] = max(16, _round(self.count))
+        tiles["choose"]["VIEWS"] = max(16, _next_power_of_two(self.count))
         tiles["view_logits"]["VIEWS"] = min(tiles["view_logits"]["VIEWS"], tiles["choose"]["VIEWS"])
-        if classes < FEW:
+        if classes < SMALL_BELOW:
             for name, tile in SMALL.items():
                 tiles[name].update(tile)
         rows = tiles["rows"]
-        columns = _round(dim)
+        columns = _next_power_of_two(dim)
         self.rows = {"ROWS": max(1, rows.pop("CELLS") // columns), "DIM": columns, **rows}
-        tiles["misplace"]["COLUMNS"] = min(tiles["misplace"]["COLUMNS"], _round(classes))
+        tiles["logit_gradient"]["COLUMNS"] = min(tiles["logit_gradient"]["COLUMNS"], _next_power_of_two(classes))
         for name, sides in (("similarity", (self.tall, self.tall)), ("pull", (self.tall, 2 * self.wide))):
             tile = tiles[name]
-            if (sides[0] // tile["ROWS"]) * (sides[1] // tile["COLUMNS"]) > GROUP_BYTES:
+            if (sides[0] // tile["ROWS"]) * (sides[1] // tile["COLUMNS"]) > ENOUGH_PROGRAMS:
                 tile["SPLIT"] = 1
             tile["num_stages"] = min(tile["num_stages"], _stages(tile, _shared_memory(self.task.text.device)))
 
     def _parts(self, wide: int) -> Tensor:
-        """Room for the half-precision parts of vectors: (S, 2, tall, wide) of zeros; beyond C and D they stay zero."""
+        """A zeroed buffer for half-precision parts of vectors: (S, 2, tall, wide); beyond C and D it stays zero."""
         return torch.zeros(self.runs, 2, self.tall, wide, dtype=torch.float16, device=self.task.text.device)
 
 
-def _on(device: torch.device) -> Any:
-    """A context in which kernels are launched on this device; the CPU is for Triton's interpreter."""
+def _device_context(device: torch.device) -> AbstractContextManager[object]:
+    """A context that launches kernels on this device; the CPU is for Triton's interpreter."""
     return torch.cuda.device(device) if device.type == "cuda" else torch.no_grad()
 
 
 def _shared_memory(device: torch.device) -> int:
-    """Bytes that the programs of a processor have in common."""
+    """Bytes of shared memory per block."""
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 2**17
 
 
-def _stages(tile: dict[str, int], scratch_bytes: int) -> int:
-    """How many tiles of both factors, in two parts of half precision each, find room at once."""
-    return max(1, scratch_bytes // (2 * 2 * (tile["ROWS"] + tile["COLUMNS"]) * tile["DEPTH"]))
+def _stages(tile: dict[str, int], shared_memory: int) -> int:
+    """How many pipeline stages, with tiles of both factors in two half-precision parts each, fit in shared memory."""
+    return max(1, shared_memory // (2 * 2 * (tile["ROWS"] + tile["COLUMNS"]) * tile["DEPTH"]))
 
 
-def _over(count: int, size: int) -> int:
-    """How many blocks of a size hold so many."""
+def _ceil_div(count: int, size: int) -> int:
+    """count / size, rounded up."""
     return -(-count // size)
 
 
-def _rounded(count: int, size: int) -> int:
+def _round_up(count: int, size: int) -> int:
     """The next multiple of `size`."""
-    return _over(count, size) * size
+    return _ceil_div(count, size) * size
 
 
-def _round(count: int) -> int:
+def _next_power_of_two(count: int) -> int:
     """The next power of two."""
     return 1 << (count - 1).bit_length()

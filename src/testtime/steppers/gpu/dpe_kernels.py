@@ -1,19 +1,19 @@
-"""The kernels of `testtime.steppers.gpu.dpe`, in Triton: a step of DPE but for its alignment, as five launches.
+"""Triton kernels of `testtime.steppers.gpu.dpe`: a step of DPE without its alignment, in five launches.
 
-S runs, C classes, D features, V views, M slots. A launch is for all runs, and its last axis says which one a program is
-of: in 64 bits, since the buffers of many have more places than 32 bits count. A program finds its run's slices first;
-shapes below are of these. A softmax over classes is spread over programs, so each leaves a summary of
-its own classes and the next kernel merges them: the highest value, the sum of exp(value - highest), and the sum of
-(value - highest) exp(value - highest), from which follow its normaliser and its entropy. They are in float64: where
-one class has nearly all, an entropy and its slope are what is left of numbers that nearly cancel. Large products are
-made of half-precision parts as in `halves`: three products of two parts each, summed in float32.
-Buffers of parts are padded with zeros to whole tiles, so that products need no masks.
+S runs, C classes, D features, V views, M slots. A launch is for all runs, and its last axis is the run of a program: in
+64 bits, since buffers of many runs have more elements than 32 bits can index. A program first finds its run's slices;
+shapes below refer to these. A softmax over classes is split over programs, so each stores a summary of its own classes
+and the next kernel merges them: the highest value, the sum of exp(value - highest), and the sum of
+(value - highest) exp(value - highest), which give the log-sum-exp and the entropy. They are in float64: if one class
+has nearly all the probability, an entropy and its slope are differences of numbers that nearly cancel. Large products
+use half-precision parts as in `halves`: three products of two parts each, summed in float32. Buffers of parts are
+padded with zeros to whole tiles, so that products need no masks.
 
-No program reads what another one of the same launch writes. Runs side by side are the slowest axis of a grid; every
-other kernel goes through them backwards, and so finds in the cache what the one before it touched last.
+No program reads what another one of the same launch writes. Runs are the slowest axis of a grid; every other kernel
+processes them backwards, and so finds in the cache what the previous kernel touched last.
 """
 
-# Triton reads the annotations of kernels itself, and knows but its own
+# Triton reads the annotations of kernels itself, and knows only its own
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
@@ -23,60 +23,60 @@ import triton.language as tl
 
 from testtime.steppers.fast import Numbers
 
-LOWEST: tl.constexpr = tl.constexpr(-1e30)  # stands for minus infinity, and unlike it gives no NaN times zero
-GRADE: tl.constexpr = tl.constexpr(1024.0)  # keeps small parts where half precision has all its digits
-SLOTS_AT_ONCE: tl.constexpr = tl.constexpr(8)  # chosen views that are read together
+LOWEST: tl.constexpr = tl.constexpr(-1e30)  # stands for minus infinity, but gives no NaN when multiplied by zero
+HALF_SCALE: tl.constexpr = tl.constexpr(1024.0)  # keeps small parts in the normal range of half precision
+SLOTS_AT_ONCE: tl.constexpr = tl.constexpr(8)  # chosen views read at a time
 SUMMARIES_AT_ONCE: tl.constexpr = tl.constexpr(64)
 
-# a run's row of numbers (S, NUMBERS): what settings that run side by side differ in
-_PLACES = {name: tl.constexpr(place) for place, name in enumerate(Numbers._fields)}
-NUMBERS: tl.constexpr = tl.constexpr(len(_PLACES))
-ALPHA: tl.constexpr = _PLACES["alpha"]
-BETA: tl.constexpr = _PLACES["beta"]
-ENTROPY_WEIGHT: tl.constexpr = _PLACES["entropy_weight"]
-ALIGN_WEIGHT: tl.constexpr = _PLACES["align_weight"]
-EPS: tl.constexpr = _PLACES["eps"]
-LR_TEXT: tl.constexpr = _PLACES["lr_text"]
-LR_VISUAL: tl.constexpr = _PLACES["lr_visual"]
-PER_NAT: tl.constexpr = _PLACES["per_nat"]
-SHARPNESS: tl.constexpr = _PLACES["sharpness"]
-THRESHOLD: tl.constexpr = _PLACES["threshold"]
-SHARE: tl.constexpr = _PLACES["share"]
-PROMPT_COUNT: tl.constexpr = _PLACES["prompt_count"]
-KEEPS_BELOW: tl.constexpr = _PLACES["keeps_below"]
-EVOLVES: tl.constexpr = _PLACES["evolves"]
-RENORMALISES: tl.constexpr = _PLACES["renormalises"]
+# a run's row of the table (S, NUMBERS): the settings in which runs side by side may differ
+_INDICES = {name: tl.constexpr(index) for index, name in enumerate(Numbers._fields)}
+NUMBERS: tl.constexpr = tl.constexpr(len(_INDICES))
+ALPHA: tl.constexpr = _INDICES["alpha"]
+BETA: tl.constexpr = _INDICES["beta"]
+ENTROPY_WEIGHT: tl.constexpr = _INDICES["entropy_weight"]
+ALIGN_WEIGHT: tl.constexpr = _INDICES["align_weight"]
+EPS: tl.constexpr = _INDICES["eps"]
+LR_TEXT: tl.constexpr = _INDICES["lr_text"]
+LR_VISUAL: tl.constexpr = _INDICES["lr_visual"]
+PER_NAT: tl.constexpr = _INDICES["per_nat"]
+SHARPNESS: tl.constexpr = _INDICES["sharpness"]
+THRESHOLD: tl.constexpr = _INDICES["threshold"]
+SHARE: tl.constexpr = _INDICES["share"]
+PROMPT_COUNT: tl.constexpr = _INDICES["prompt_count"]
+KEEPS_BELOW: tl.constexpr = _INDICES["keeps_below"]
+EVOLVES: tl.constexpr = _INDICES["evolves"]
+RENORMALISES: tl.constexpr = _INDICES["renormalises"]
 
 
-# What the kernels share
+# Shared by the kernels
 
 
 @triton.jit
-def number(numbers, run, PLACE: tl.constexpr):
-    """One of the numbers of a run."""
-    return tl.load(numbers + run * NUMBERS + PLACE)
+def number(numbers, run, INDEX: tl.constexpr):
+    """One of the settings of a run."""
+    return tl.load(numbers + run * NUMBERS + INDEX)
 
 
 @triton.jit
 def halves(x):
-    """Two of half precision that add up to GRADE times x, of 1 or less, but for 2**-22 of it."""
-    x *= GRADE
+    """Two half-precision parts whose sum is HALF_SCALE times x, for |x| <= 1, up to 2**-22 of it."""
+    x *= HALF_SCALE
     large = x.to(tl.float16)
     return large, (x - large.to(tl.float32)).to(tl.float16)
 
 
 @triton.jit
 def product(a_large, a_small, b_large, b_small, total):
-    """`total` plus GRADE squared times the product of two matrices; that of the small parts is below rounding."""
+    """`total` plus HALF_SCALE squared times a product of matrices; that of the small parts is below rounding error."""
     total = tl.dot(a_large, b_small, total)
     total = tl.dot(a_small, b_large, total)
     return tl.dot(a_large, b_large, total)
 
 
 @triton.jit
-def _directed(rows):
+def _directions(rows):
     """Lengths (R,) and directions of rows (R, D); a zero row has length 1."""
-    # in float64, so that the order of the sum, which a compiler chooses anew for every kernel, leaves no trace
+    # in float64, so that the order of summation, which the compiler chooses per kernel, has no effect
     wide = rows.to(tl.float64)
     length = tl.sqrt(tl.sum(wide * wide, 1)).to(tl.float32)
     length = tl.where(length > 0, length, 1.0)
@@ -85,16 +85,16 @@ def _directed(rows):
 
 @triton.jit
 def _summary(values, real, axis: tl.constexpr):
-    """The summary of a softmax over those values along `axis` that are `real`."""
+    """The summary of a softmax along `axis` over the values that are `real`, not padding."""
     values = tl.where(real, values, LOWEST)
     below = tl.where(real, values - tl.max(values, axis, keep_dims=True), 0.0)
-    chance = tl.where(real, tl.exp(below), 0.0).to(tl.float64)
-    return tl.max(values, axis), tl.sum(chance, axis), tl.sum(below.to(tl.float64) * chance, axis)
+    prob = tl.where(real, tl.exp(below), 0.0).to(tl.float64)
+    return tl.max(values, axis), tl.sum(prob, axis), tl.sum(below.to(tl.float64) * prob, axis)
 
 
 @triton.jit
 def _merged(top, total, weighted, axis: tl.constexpr):
-    """The summary of all, from summaries along `axis`; one of nothing is (LOWEST, 0, 0)."""
+    """Summaries merged along `axis`; an empty one is (LOWEST, 0, 0)."""
     below = top - tl.max(top, axis, keep_dims=True)
     share = tl.exp(below.to(tl.float32))
     return tl.max(top, axis), tl.sum(total * share, axis), tl.sum((weighted + below * total) * share, axis)
@@ -102,7 +102,7 @@ def _merged(top, total, weighted, axis: tl.constexpr):
 
 @triton.jit
 def _load_merged(summaries, blocks, BLOCKS: tl.constexpr):
-    """The summary of all classes, from the summaries (3, blocks) of some each."""
+    """The summary of all classes, merged from the summaries (3, blocks) of each block."""
     block = tl.arange(0, BLOCKS)
     real = block < blocks
     top = tl.load(summaries + block, mask=real, other=LOWEST)
@@ -113,33 +113,33 @@ def _load_merged(summaries, blocks, BLOCKS: tl.constexpr):
 
 @triton.jit
 def _store_summary(summaries, blocks, values, real):
-    """Leave this program's summary in its column of (3, blocks)."""
+    """Store this program's summary in its column of (3, blocks)."""
     top, total, weighted = _summary(values, real, 0)
-    place = summaries + tl.program_id(0)
-    tl.store(place, top)
-    tl.store(place + blocks, total)
-    tl.store(place + 2 * blocks, weighted)
+    pointers = summaries + tl.program_id(0)
+    tl.store(pointers, top)
+    tl.store(pointers + blocks, total)
+    tl.store(pointers + 2 * blocks, weighted)
 
 
 @triton.jit
 def store_parts(parts, tall, wide, rows, column, directions, mask):
     """Write directions (R, D) to the rows of their half-precision parts (2, tall, wide)."""
     large, small = halves(directions)
-    place = parts + rows[:, None] * wide + column[None, :]
-    tl.store(place, large, mask=mask)
-    tl.store(place + tall * wide, small, mask=mask)
+    pointers = parts + rows[:, None] * wide + column[None, :]
+    tl.store(pointers, large, mask=mask)
+    tl.store(pointers + tall * wide, small, mask=mask)
 
 
 @triton.jit
-def aim(vectors, lengths, parts, classes, dim, tall, wide, ROWS: tl.constexpr, DIM: tl.constexpr):
-    """Lengths (C,) of vectors (C, D), and their directions in parts: what a step keeps beside the state."""
+def normalise(vectors, lengths, parts, classes, dim, tall, wide, ROWS: tl.constexpr, DIM: tl.constexpr):
+    """Lengths (C,) of vectors (C, D), and their directions in parts: what a step caches beside the state."""
     run = tl.program_id(1).to(tl.int64)
     vectors, lengths, parts = vectors + run * classes * dim, lengths + run * classes, parts + run * 2 * tall * wide
     rows, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, DIM)
     real = rows < classes
     mask = real[:, None] & (column < dim)[None, :]
     tile = tl.load(vectors + rows[:, None] * dim + column[None, :], mask=mask, other=0.0)
-    length, directions = _directed(tile)
+    length, directions = _directions(tile)
     tl.store(lengths + rows, length, mask=real)
     store_parts(parts, tall, wide, rows, column, directions, mask)
 
@@ -152,7 +152,7 @@ def view_logits(
     views, text_parts, logits, summaries, scale, count, classes, dim, tall, wide,
     VIEWS: tl.constexpr, CLASSES: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Logits (views, tall) of some views for some classes, and of each view the summary (3, blocks, views)."""
+    """Logits (views, tall) of some views for some classes, and the summary (3, blocks, views) of each view."""
     block, blocks, padded = tl.program_id(0), tl.num_programs(0), tl.num_programs(1) * VIEWS
     run = tl.program_id(2).to(tl.int64)
     text_parts += run * 2 * tall * wide
@@ -165,15 +165,15 @@ def view_logits(
         inside = (rows < count)[:, None] & (start + depth < dim)[None, :]
         view = tl.load(views + rows[:, None] * dim + (start + depth)[None, :], mask=inside, other=0.0)
         large, small = halves(view)
-        place = text_parts + columns[None, :] * wide + (start + depth)[:, None]
-        total = product(large, small, tl.load(place), tl.load(place + tall * wide), total)
-    total *= scale / (GRADE * GRADE)
+        pointers = text_parts + columns[None, :] * wide + (start + depth)[:, None]
+        total = product(large, small, tl.load(pointers), tl.load(pointers + tall * wide), total)
+    total *= scale / (HALF_SCALE * HALF_SCALE)
     tl.store(logits + rows[:, None] * tall + columns[None, :], total)
     top, sums, weighted = _summary(total, (columns < classes)[None, :], 1)
-    place = summaries + block * padded + rows
-    tl.store(place, top)
-    tl.store(place + blocks * padded, sums)
-    tl.store(place + 2 * blocks * padded, weighted)
+    pointers = summaries + block * padded + rows
+    tl.store(pointers, top)
+    tl.store(pointers + blocks * padded, sums)
+    tl.store(pointers + 2 * blocks * padded, weighted)
 
 
 @triton.jit(do_not_specialize=["count", "keep"])
@@ -181,11 +181,11 @@ def choose(
     views, logits, summaries, feature, logit, votes, labels, learned, blocks, count, keep, classes, dim, tall,
     VIEWS: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """Some of the mean feature (D,) and the mean logit (C,) of the `keep` views of lowest entropy.
+    """A part of the mean feature (D,) and the mean logit (C,) of the `keep` views of lowest entropy.
 
-    Of its classes a program leaves the vote's entropy and the highest mean logit in `votes` (2, parts), and whose it
-    is in `labels` (parts,). Nothing is `learned` yet. Every program chooses for itself: it is quicker than to wait for
-    one that does.
+    For its classes a program stores the vote's entropy and the highest mean logit in `votes` (2, parts), and that
+    class in `labels` (parts,). Resets `learned`. Every program selects the views itself, which is faster than waiting
+    for one that does.
     """
     part, parts = tl.program_id(0), tl.num_programs(0)
     run = tl.program_id(1).to(tl.int64)
@@ -197,11 +197,11 @@ def choose(
     total, weighted = tl.zeros([VIEWS], dtype=tl.float64), tl.zeros([VIEWS], dtype=tl.float64)
     for start in range(0, blocks, SUMMARIES_AT_ONCE):
         block = start + tl.arange(0, SUMMARIES_AT_ONCE)
-        place = summaries + block[:, None] * VIEWS + view[None, :]
+        pointers = summaries + block[:, None] * VIEWS + view[None, :]
         real = (block < blocks)[:, None]
-        more_top = tl.load(place, mask=real, other=LOWEST)
-        more_total = tl.load(place + blocks * VIEWS, mask=real, other=0.0)
-        more_weighted = tl.load(place + 2 * blocks * VIEWS, mask=real, other=0.0)
+        more_top = tl.load(pointers, mask=real, other=LOWEST)
+        more_total = tl.load(pointers + blocks * VIEWS, mask=real, other=0.0)
+        more_weighted = tl.load(pointers + 2 * blocks * VIEWS, mask=real, other=0.0)
         more_top, more_total, more_weighted = _merged(more_top, more_total, more_weighted, 0)
         highest = tl.maximum(top, more_top)
         share = tl.exp((top - highest).to(tl.float32))
@@ -210,35 +210,35 @@ def choose(
         weighted += (more_weighted + (more_top - highest) * more_total) * more_share
         total = total * share + more_total * more_share
         top = highest
-    normaliser = top + tl.log(total)
+    log_sum_exp = top + tl.log(total)
     entropy = tl.where(view < count, tl.log(total) - weighted / total, float("inf"))
     lower = entropy[:, None] < entropy[None, :]
     earlier = (entropy[:, None] == entropy[None, :]) & (view[:, None] < view[None, :])
     rank = tl.sum((lower | earlier).to(tl.int32), 0)
 
-    place = part * PART + tl.arange(0, PART)
-    is_class, is_feature = place < classes, place < dim
+    index = part * PART + tl.arange(0, PART)
+    is_class, is_feature = index < classes, index < dim
     mean, vote = tl.zeros([PART], dtype=tl.float32), tl.zeros([PART], dtype=tl.float64)
     image = tl.zeros([PART], dtype=tl.float32)
     for first in range(0, keep, SLOTS_AT_ONCE):
         slot = first + tl.arange(0, SLOTS_AT_ONCE)
         here = (rank[None, :] == slot[:, None]) & (view < count)[None, :]
         row = tl.min(tl.where(here, view[None, :], count - 1), 1)
-        base = tl.sum(tl.where(here, normaliser[None, :], 0.0), 1)
+        base = tl.sum(tl.where(here, log_sum_exp[None, :], 0.0), 1)
         real = (slot < keep)[:, None]
         mask = real & is_class[None, :]
-        value = tl.load(logits + row[:, None] * tall + place[None, :], mask=mask, other=0.0)
+        value = tl.load(logits + row[:, None] * tall + index[None, :], mask=mask, other=0.0)
         mean += tl.sum(value, 0)
         vote += tl.sum(tl.where(mask, tl.exp(value.to(tl.float64) - base[:, None]), 0.0), 0)
-        value = tl.load(views + row[:, None] * dim + place[None, :], mask=real & is_feature[None, :], other=0.0)
+        value = tl.load(views + row[:, None] * dim + index[None, :], mask=real & is_feature[None, :], other=0.0)
         image += tl.sum(value, 0)
     mean, vote, image = mean / keep, vote / keep, image / keep
-    tl.store(logit + place, mean, mask=is_class)
-    tl.store(feature + place, image, mask=is_feature)
+    tl.store(logit + index, mean, mask=is_class)
+    tl.store(feature + index, image, mask=is_feature)
     best = tl.max(tl.where(is_class, mean, LOWEST), 0)
     tl.store(votes + part, -tl.sum(vote * tl.log(tl.where(vote > 0, vote, 1.0)), 0))
     tl.store(votes + parts + part, best)
-    tl.store(labels + part, tl.min(tl.where(is_class & (mean == best), place, classes - 1), 0))
+    tl.store(labels + part, tl.min(tl.where(is_class & (mean == best), index, classes - 1), 0))
     if part == 0:
         tl.store(learned + run, 0)
 
@@ -252,10 +252,10 @@ def push(
     numbers, parts, classes, dim, tall, wide,
     SLOTS: tl.constexpr, SLOTS_ROUND: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """The affinity (C,) of the mean feature to some visual prototypes, after it was offered to its class's queue.
+    """The affinity (C,) of the mean feature to some visual prototypes, after offering it to its class's queue.
 
-    As `bank.push`: it takes the place of the worst if it is strictly better, behind its equals. The class's visual
-    prototype follows, and the number of classes `seen`. Leaves summaries of the softmax over logit plus affinity.
+    As in `bank.push`, it replaces the worst if it is strictly better, and is inserted after its equals. The class's
+    visual prototype and the number of classes `seen` are updated. Stores summaries of the softmax of logit + affinity.
     """
     blocks = tl.num_programs(0)
     run = (tl.num_programs(1) - 1 - tl.program_id(1)).to(tl.int64)  # backwards
@@ -282,24 +282,24 @@ def push(
     known = tl.load(cost + rows * SLOTS, mask=real, other=float("inf")) < float("inf")
     image = tl.load(feature + column, mask=inside, other=0.0)
 
-    mine = (label >= first) & (label < first + ROWS)
+    owns_label = (label >= first) & (label < first + ROWS)
     queue = cost + label * SLOTS
-    taken = price < tl.load(queue + SLOTS - 1, mask=mine, other=LOWEST)
+    taken = price < tl.load(queue + SLOTS - 1, mask=owns_label, other=LOWEST)
     if taken:
         slot = tl.arange(0, SLOTS_ROUND)
         before = tl.load(queue + slot, mask=slot < SLOTS, other=float("inf"))
-        place = tl.sum(((slot < SLOTS) & (before <= price)).to(tl.int32), 0)
-        source = tl.where(slot < place, slot, slot - 1)
-        stays = (slot < SLOTS) & (slot != place)
+        position = tl.sum(((slot < SLOTS) & (before <= price)).to(tl.int32), 0)
+        source = tl.where(slot < position, slot, slot - 1)
+        stays = (slot < SLOTS) & (slot != position)
         costs = tl.load(queue + source, mask=stays, other=float("inf"))
-        costs = tl.where(slot == place, price, costs)
+        costs = tl.where(slot == position, price, costs)
         held = keys + (label * SLOTS + source)[:, None] * dim + column[None, :]
         held = tl.load(held, mask=stays[:, None] & inside[None, :], other=0.0)
-        held = tl.where((slot == place)[:, None], image[None, :], held)
+        held = tl.where((slot == position)[:, None], image[None, :], held)
         filled = tl.sum((costs < float("inf")).to(tl.int32), 0)
         mean = tl.sum(held, 0) / filled
         is_first = tl.sum((before < float("inf")).to(tl.int32), 0) == 0
-        tl.debug_barrier()  # all is read before any of it is moved
+        tl.debug_barrier()  # read everything before anything is overwritten
         tl.store(queue + slot, costs, mask=slot < SLOTS)
         target = keys + (label * SLOTS + slot)[:, None] * dim + column[None, :]
         tl.store(target, held, mask=(slot < SLOTS)[:, None] & inside[None, :])
@@ -309,7 +309,7 @@ def push(
         tl.store(learned + run, 1)
         known = known | (rows == label)
         tile = tl.where((rows == label)[:, None], mean[None, :], tile)
-    length, directions = _directed(tile)
+    length, directions = _directions(tile)
     if taken:
         tl.store(lengths + rows, length, mask=rows == label)
         store_parts(visual_parts, tall, wide, rows, column, directions, (rows == label)[:, None] & mask)
@@ -325,19 +325,19 @@ def push(
 
 
 @triton.jit
-def _nudged(start, length, pulls, side, rows, column, pulled, tall, wide, weight, image, soft, rate,
+def _nudged(start, length, pulls, side, rows, column, pulled, tall, wide, weight, image, scaled_eps, rate,
             SPLIT: tl.constexpr):  # fmt: skip
     """Rows (R, D) after one step of AdamW from zero residuals on `start`: as in `testtime.steppers.cpu.dpe_loops`."""
     slope = weight[:, None] * image[None, :]
     for part in tl.static_range(SPLIT):
-        place = pulls + ((side * SPLIT + part) * tall + rows[:, None]) * wide + column[None, :]
-        slope += tl.load(place, mask=pulled, other=0.0)
+        pointers = pulls + ((side * SPLIT + part) * tall + rows[:, None]) * wide + column[None, :]
+        slope += tl.load(pointers, mask=pulled, other=0.0)
     directions = start / length[:, None]
     slope -= tl.sum(slope * directions, 1)[:, None] * directions
-    return start - rate * slope / (tl.abs(slope) + (soft * length)[:, None])
+    return start - rate * slope / (tl.abs(slope) + (scaled_eps * length)[:, None])
 
 
-# the places of a chunk's logits are not all aligned: one kernel for all, so that they round alike
+# not all pointers into a chunk's logits are aligned: one kernel for all, so that they round alike
 @triton.jit(do_not_specialize_on_alignment=["logits"])
 def answer(
     view, text, text_lengths, visual, visual_lengths, cost, feature, logit, boosts, summaries, pulls, moved,
@@ -346,9 +346,9 @@ def answer(
     SLOTS: tl.constexpr, SPLIT: tl.constexpr, LEARNS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Logits (C,) of the clean view for some classes, after both sets of prototypes were nudged.
+    """Logits (C,) of the clean view for some classes, after nudging both sets of prototypes.
 
-    Leaves the nudged text prototypes (C, D) and their lengths (C,), and summaries of the softmax of the answer.
+    Stores the nudged text prototypes (C, D) and their lengths (C,), and summaries of the softmax of the answer.
     """
     blocks, run = tl.num_programs(0), tl.program_id(1).to(tl.int64)
     text, text_lengths = text + run * classes * dim, text_lengths + run * classes
@@ -363,15 +363,15 @@ def answer(
     rows, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, DIM)
     real, inside = rows < classes, column < dim
     mask = real[:, None] & inside[None, :]
-    place = rows[:, None] * dim + column[None, :]
-    text_rows = tl.load(text + place, mask=mask, other=0.0)
-    visual_rows = tl.load(visual + place, mask=mask, other=0.0)
+    offsets = rows[:, None] * dim + column[None, :]
+    text_rows = tl.load(text + offsets, mask=mask, other=0.0)
+    visual_rows = tl.load(visual + offsets, mask=mask, other=0.0)
     text_length = tl.load(text_lengths + rows, mask=real, other=1.0)
     visual_length = tl.load(visual_lengths + rows, mask=real, other=1.0)
     known = tl.load(cost + rows * SLOTS, mask=real, other=float("inf")) < float("inf")
     clean = tl.load(view + column, mask=inside, other=0.0)
     if LEARNS:
-        # the entropy of the softmax by each logit, then by each prototype: a multiple of the mean feature
+        # gradient of the softmax's entropy by each logit, then by each prototype: a multiple of the mean feature
         boost = tl.load(boosts + rows, mask=real, other=0.0)
         value = tl.where(real, tl.load(logit + rows, mask=real, other=0.0) + boost, LOWEST)
         top, total, weighted = _load_merged(summaries, blocks, BLOCKS)
@@ -382,15 +382,15 @@ def answer(
         gain = tl.where(align_weight > 0, align_weight / tl.maximum(tl.load(seen + run), 1), 1.0)
         steep = (weighted / total - tl.log(total) - log_p).to(tl.float32)
         slope = tl.exp(log_p.to(tl.float32)) * steep * (number(numbers, run, ENTROPY_WEIGHT) / gain)
-        soft = number(numbers, run, EPS) / gain
+        scaled_eps = number(numbers, run, EPS) / gain
         image = tl.load(feature + column, mask=inside, other=0.0)
         text_rows = _nudged(
             text_rows, text_length, pulls, 0, rows, column, pulled, tall, wide,
-            scale * slope, image, soft, number(numbers, run, LR_TEXT), SPLIT,
+            scale * slope, image, scaled_eps, number(numbers, run, LR_TEXT), SPLIT,
         )  # fmt: skip
         visual_rows = _nudged(
             visual_rows, visual_length, pulls, 1, rows, column, pulled, tall, wide,
-            beta * boost * slope, image, soft, number(numbers, run, LR_VISUAL), SPLIT,
+            beta * boost * slope, image, scaled_eps, number(numbers, run, LR_VISUAL), SPLIT,
         )  # fmt: skip
         text_length = tl.maximum(tl.sqrt(tl.sum(text_rows * text_rows, 1)), 1e-12)
         visual_length = tl.maximum(tl.sqrt(tl.sum(visual_rows * visual_rows, 1)), 1e-12)
@@ -401,7 +401,7 @@ def answer(
     value += tl.where(known, alpha * tl.exp(beta * (near - 1)), 0.0)
     tl.store(logits + rows, value, mask=real)
     evolving = (rows < tl.where(number(numbers, run, EVOLVES) > 0, classes, 0))[:, None] & inside[None, :]
-    tl.store(moved + place, text_rows, mask=evolving)
+    tl.store(moved + offsets, text_rows, mask=evolving)
     tl.store(moved_lengths + rows, text_length, mask=real)
     _store_summary(answers, blocks, value, real)
     if tl.program_id(0) == 0:
@@ -418,7 +418,7 @@ def evolve(
     numbers, classes, dim, tall, wide,
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Move some text prototypes towards the nudged ones, if the answer's entropy lets them learn."""
+    """Move some text prototypes towards the nudged ones, if the answer's entropy passes the threshold."""
     blocks = tl.num_programs(0)
     run = (tl.num_programs(1) - 1 - tl.program_id(1)).to(tl.int64)  # backwards
     top, total, weighted = _load_merged(answers + run * 3 * blocks, blocks, BLOCKS)
@@ -435,16 +435,16 @@ def evolve(
     rows, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, DIM)
     real = rows < classes
     mask = real[:, None] & (column < dim)[None, :]
-    place = rows[:, None] * dim + column[None, :]
-    tile = tl.load(text + place, mask=mask, other=0.0)
-    towards = tl.load(moved + place, mask=mask, other=0.0)
+    offsets = rows[:, None] * dim + column[None, :]
+    tile = tl.load(text + offsets, mask=mask, other=0.0)
+    towards = tl.load(moved + offsets, mask=mask, other=0.0)
     towards /= tl.load(moved_lengths + rows, mask=real, other=1.0)[:, None]
     tile += share * (towards - tile)
     if number(numbers, run, RENORMALISES) > 0:
-        _, tile = _directed(tile)
-    length, directions = _directed(tile)
-    tl.debug_barrier()  # all is read before any of it is moved
-    tl.store(text + place, tile, mask=mask)
+        _, tile = _directions(tile)
+    length, directions = _directions(tile)
+    tl.debug_barrier()  # read everything before anything is overwritten
+    tl.store(text + offsets, tile, mask=mask)
     tl.store(lengths + rows, length, mask=real)
     store_parts(text_parts, tall, wide, rows, column, directions, mask)
     if tl.program_id(0) == 0:

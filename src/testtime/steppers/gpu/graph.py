@@ -1,9 +1,9 @@
-"""Steps captured in graphs: many steps of a method in one launch.
+"""Steps captured in CUDA graphs: many steps of a method in one launch.
 
-A step is a few dozen small kernels, which a GPU finishes sooner than Python can ask for them. Here several steps in a
-row are captured, and a stream is replayed through the graph: inputs, state and logits stay at fixed places in memory,
-and nothing is read back. What is captured is a body: the method's own step, or kernels of its own
-(`testtime.steppers.gpu.dpe`). On the CPU, for tests, the same steps run in a plain loop.
+A step is a few dozen small kernels, which a GPU finishes faster than Python can launch them. Here several steps in a
+row are captured, and a stream is replayed through the graph: inputs, state and logits stay at fixed addresses, and
+nothing is read back. What is captured is a body: the method's own step, or custom kernels (in `steppers.gpu.dpe`).
+On the CPU, for tests, the same steps run in a plain loop.
 """
 
 from __future__ import annotations
@@ -11,97 +11,99 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from testtime.machine.capture import capture, reason, warn_once
-from testtime.methods.base import leaves
-from testtime.steppers import example
+from testtime.methods.base import Nested, leaves
+from testtime.steppers import dummy_views
 from testtime.steppers.plain import Plain
 from testtime.types import FeatureError, Method, Task
 
-PRIORITY = -1  # somebody waits for the answer, and an encoder that works ahead has time
-STEPS = 32  # to a graph: launching it costs about what one kernel does
+PRIORITY = -1  # a caller waits for the answer, while the encoder only reads ahead
+STEPS = 32  # per graph: launching it costs about as much as one kernel
 
 
 class Body(Protocol):
-    """What a graph captures: S runs whose states lie at fixed places."""
+    """What a graph captures: S runs whose states have fixed addresses."""
 
-    answer: Tensor  # (S, A), like what a step answers: A is C, unless a method answers otherwise
-    learned: Tensor  # (S,), whether the last step learned: 0 if not
-    state: Any  # tensors and tuples of such: where the states lie
+    answer: Tensor  # (S, A), shaped like the logits of a step: A is C, unless a method returns something else
+    learned: Tensor  # (S,), nonzero if the last step learned
+
+    @property
+    def state(self) -> Nested:
+        """The states."""
 
     def step(self, views: Tensor, logits: Tensor) -> None:
-        """Fill the logits (S, A) of one image's views (V, D), and move the states on."""
+        """Fill the logits (S, A) of one image's views (V, D), and advance the states."""
 
-    def snapshot(self) -> list[Any]:
-        """The states, copied."""
+    def snapshot(self) -> Sequence[Nested]:
+        """Copies of the states."""
 
-    def restore(self, states: Sequence[Any]) -> None:
+    def restore(self, states: Sequence[Nested]) -> None:
         """Overwrite the states."""
 
     def refresh(self) -> None:
-        """Find anew what is kept beside the states, after they were overwritten."""
+        """Recompute what is derived from the states, after they were overwritten."""
 
 
 class Stepper:
     """Runs whose steps are captured; see `steppers.Stepper`.
 
-    `graphs` defaults to whether the task is on a GPU. What cannot be captured runs step by step, and a warning says so
-    once.
+    `graphs` defaults to whether the task is on a GPU. Steps that cannot be captured run one by one, with one warning.
     """
 
     def __init__(
-        self, task: Task, methods: Sequence[Method], states: Sequence[Any], *, graphs: bool | None = None
+        self, task: Task, methods: Sequence[Method], states: Sequence[Nested], *, graphs: bool | None = None
     ) -> None:
         self.name = methods[0].name
         self.methods = methods
         self._graphs = task.text.is_cuda if graphs is None else graphs
         with torch.inference_mode(False), torch.no_grad():
             self.task = replace(task, text=task.text.clone(), context=None)
-            self._pending: Sequence[Any] | None = states
+            self._pending: Sequence[Nested] | None = states
         self._body: Body | None = None
         self._views = self._logits = task.text[:0]  # (STEPS, V, D) and (STEPS, S, A), once V is known
         self._launches: dict[tuple[int, bool], Callable[[], object]] = {}
-        self._held: list[Any] = []  # what graphs use, and nothing else keeps
+        self._kept_alive: list[Nested] = []  # tensors that only the graphs refer to, by address
         self._stream = torch.cuda.Stream(task.text.device, priority=PRIORITY) if task.text.is_cuda else None
 
     def step(self, views: Tensor) -> tuple[Tensor, Tensor]:
-        body = self._ready(views)
-        with self._urgent():
+        body = self._body_for(views)
+        with self._high_priority():
             logits = self._launch(views[None])[0].clone()
-            return logits, body.learned != 0  # a tensor of its own
+            return logits, body.learned != 0  # a new tensor
 
     def scan(self, stream: Tensor) -> Tensor:
         if not len(stream):
             return Plain(self.task, self.methods[:1], self.snapshot()[:1]).scan(stream).expand(len(self.methods), 0, -1)
-        self._ready(stream[0])
+        self._body_for(stream[0])
         return torch.cat([self._launch(part).clone() for part in self._parts(stream)]).transpose(0, 1)
 
     def peek(self, views: Tensor) -> Tensor:
-        self._ready(views)
-        with self._urgent():
+        self._body_for(views)
+        with self._high_priority():
             return self._launch(views[None], peeking=True)[0].clone()
 
     def warm_up(self, views: int) -> None:
-        self._ready(example(self.task, views))
+        self._body_for(dummy_views(self.task, views))
         for count in (STEPS, 1):
-            self._prepared(count, False)
+            self._cached_launch(count, False)
 
-    def snapshot(self) -> list[Any]:
+    def snapshot(self) -> Sequence[Nested]:
         return list(self._pending or []) if self._body is None else self._body.snapshot()
 
-    def restore(self, states: Sequence[Any]) -> None:
+    def restore(self, states: Sequence[Nested]) -> None:
         if self._body is None:
             self._pending = list(states)
         else:
             self._body.restore(states)
 
     @contextmanager
-    def _urgent(self) -> Iterator[None]:
-        """While inside, launches go before those of an encoder that works ahead; whoever comes after waits for them."""
+    def _high_priority(self) -> Iterator[None]:
+        """Within the block, launches have priority over those of an encoder that reads ahead; later work waits."""
         if self._stream is None:
             yield
             return
@@ -111,46 +113,46 @@ class Stepper:
             yield
         caller.wait_stream(self._stream)
 
-    def _make(self, views: int) -> Body:
-        """What is captured, for images of so many views."""
-        return Own(self.task, self.methods, self._views[0])
+    def _make_body(self, views: int) -> Body:
+        """The body to capture, for images with this many views."""
+        return MethodSteps(self.task, self.methods, self._views[0])
 
-    def _ready(self, views: Tensor) -> Body:
-        """The body for images of this shape; one of another number of views takes over the states."""
+    def _body_for(self, views: Tensor) -> Body:
+        """The body for images of this shape; if the number of views changes, a new body takes over the states."""
         if self._body is None or self._views.shape[1:] != views.shape:
             if views.ndim != 2 or views.shape[1] != self.task.dim:
                 raise FeatureError(f"Views must be (V, {self.task.dim}); got {tuple(views.shape)}.")
             states = self.snapshot()
             with torch.inference_mode(False), torch.no_grad():
                 self._views = self.task.text[:1].expand(STEPS, *views.shape).clone()
-                self._body = self._make(len(views))
+                self._body = self._make_body(len(views))
                 self._logits = self._body.answer.new_zeros(STEPS, *self._body.answer.shape)
                 self._body.restore(states)
-            self._launches, self._held, self._pending = {}, [], None
+            self._launches, self._kept_alive, self._pending = {}, [], None
         return self._body
 
     def _parts(self, stream: Tensor) -> list[Tensor]:
-        """The stream in pieces that are one launch each."""
-        many = len(stream) // STEPS
-        return [*stream[: many * STEPS].unflatten(0, (many, STEPS)), *stream[many * STEPS :, None]]
+        """The stream in parts of one launch each."""
+        full = len(stream) // STEPS
+        return [*stream[: full * STEPS].unflatten(0, (full, STEPS)), *stream[full * STEPS :, None]]
 
     def _launch(self, images: Tensor, peeking: bool = False) -> Tensor:
-        """The logits (n, S, A) of one launch, at the place where the next will overwrite them."""
+        """The logits (n, S, A) of one launch, in a buffer that the next launch overwrites."""
         count = len(images)
-        launch = self._prepared(count, peeking)
+        launch = self._cached_launch(count, peeking)
         self._views[:count].copy_(images, non_blocking=True)
         with torch.no_grad():
             launch()
         return self._logits[:count]
 
-    def _prepared(self, count: int, peeking: bool) -> Callable[[], object]:
-        """The way to launch so many steps, made once; making it warms up, and so writes to the buffers."""
+    def _cached_launch(self, count: int, peeking: bool) -> Callable[[], object]:
+        """A function that launches this many steps, cached; creating it warms up, which overwrites the buffers."""
         if (count, peeking) not in self._launches:
-            self._launches[count, peeking] = self._launcher(count, peeking)
+            self._launches[count, peeking] = self._make_launch(count, peeking)
         return self._launches[count, peeking]
 
-    def _launcher(self, count: int, peeking: bool) -> Callable[[], object]:
-        """A way to launch so many steps, which where they are `peeking` leave the states as they were."""
+    def _make_launch(self, count: int, peeking: bool) -> Callable[[], object]:
+        """A function that launches this many steps; with `peeking`, they leave the states unchanged."""
         body = self._body
         assert body is not None
         with torch.inference_mode(False):
@@ -170,10 +172,10 @@ class Stepper:
         try:
             with torch.inference_mode(False), torch.no_grad():
                 graph = capture(steps, warm_up=lambda: steps(1), priority=PRIORITY, exact=True)
-            self._held.append(before)  # looks read and write it at each launch
+            self._kept_alive.append(before)  # peeks read and write it at each launch
             return graph.replay
         except Exception as error:
-            warn_once(f"Steps of '{self.name}' cannot be captured, and run one by one ({reason(error)}).")
+            warn_once(f"Steps of '{self.name}' cannot be captured, so they run one by one ({reason(error)}).")
             self._graphs = False
             return steps
         finally:
@@ -181,8 +183,8 @@ class Stepper:
             body.refresh()
 
 
-class Own:
-    """Runs by their methods' own steps, one after another, their states overwritten."""
+class MethodSteps:
+    """Runs by their methods' own steps, one after another, with states overwritten in place."""
 
     def __init__(self, task: Task, methods: Sequence[Method], example: Tensor) -> None:
         self.task, self.methods = task, methods
@@ -198,29 +200,29 @@ class Own:
             learned = method.learned(state, after)
             if isinstance(learned, Tensor) and learned.device == self.learned.device:
                 self.learned[run].copy_(learned)
-            else:  # known without looking: it remembers nothing, say
+            else:  # known on the host, for example if the method remembers nothing
                 self.learned[run].fill_(bool(learned))
             overwrite(state, after)
 
-    def snapshot(self) -> list[Any]:
+    def snapshot(self) -> Sequence[Nested]:
         return list(_copied(self.state))
 
-    def restore(self, states: Sequence[Any]) -> None:
+    def restore(self, states: Sequence[Nested]) -> None:
         overwrite(self.state, tuple(states))
 
     def refresh(self) -> None:
-        """Nothing is kept beside them."""
+        """Nothing is derived from the states."""
 
 
-def overwrite(state: Any, with_this: Any) -> None:
-    """Put the numbers of one state at the places of another."""
-    for place, value in zip(leaves(state), leaves(with_this), strict=True):
-        if value is not place:
-            place.copy_(value)
+def overwrite(state: Nested, source: Nested) -> None:
+    """Copy the numbers of one state into the tensors of another."""
+    for target, value in zip(leaves(state), leaves(source), strict=True):
+        if value is not target:
+            target.copy_(value)
 
 
-def _copied(state: Any) -> Any:
-    """A state with tensors of its own."""
+def _copied(state: Nested) -> Nested:
+    """A deep copy of a state."""
     if isinstance(state, Tensor):
         return state.clone()
     parts = map(_copied, state)
