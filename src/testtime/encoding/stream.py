@@ -38,7 +38,7 @@ from testtime.encoding.encoders import needed
 from testtime.images import reading
 from testtime.images.diffusion import variation_views
 from testtime.images.draw import Drawn, draw
-from testtime.images.gpu_views import as_picture, grey_views
+from testtime.images.gpu_views import as_pixels, grey_views
 from testtime.images.views import views
 from testtime.machine.threads import workers
 from testtime.ops import checked_views, refuse_views, unit_views
@@ -181,7 +181,7 @@ class _Share:
 
     def admit(self, extent: tuple[int, int]) -> None:
         """Take what an image of some width and height needs while it is worked on."""
-        size = extent[0] * extent[1] * reading.PIXEL
+        size = extent[0] * extent[1] * reading.BYTES_PER_PIXEL
         if not self.budget.take(size, **self._take):
             raise _Full
         self.size = size
@@ -197,7 +197,7 @@ def _opened(source: Source, share: _Share) -> Image.Image:
     """A Pillow image of a source; one that is yet to be decoded takes its share of the memory first."""
     if isinstance(source, str | StoredImage):
         return reading.read_image(source, share.admit)
-    return Image.fromarray(as_picture(source).cpu().numpy()) if isinstance(source, Tensor) else source
+    return Image.fromarray(as_pixels(source).cpu().numpy()) if isinstance(source, Tensor) else source
 
 
 @contextmanager
@@ -206,7 +206,7 @@ def _large(source: Source) -> Iterator[None]:
     try:
         yield
     except MemoryError:
-        with reading.blamed(reading.name_of(source)):
+        with reading.image_errors(reading.source_name(source)):
             raise
 
 
@@ -332,7 +332,7 @@ class _Device:
         share, plan = _Share(self.budget, force=now), self.plan
         try:
             with _large(source):
-                picture = as_picture(source if isinstance(source, Tensor) else _opened(source, share))
+                picture = as_pixels(source if isinstance(source, Tensor) else _opened(source, share))
                 share.keep(picture.nbytes)  # decoded, it takes less
                 height, width = picture.shape[:2]
                 size = self.encoder.preprocess.size
