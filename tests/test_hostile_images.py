@@ -163,7 +163,7 @@ def test_images_in_progress_stay_within_the_memory_budget(
     expected = list(way(TINY, paths, ViewPlan(5)))
     budgets.clear()
     monkeypatch.setattr(streams, "DECODED", fits * 60 * 30 * images.BYTES_PER_PIXEL)
-    monkeypatch.setattr(streams, "A_THREAD", 0)
+    monkeypatch.setattr(streams, "PER_THREAD", 0)
     monkeypatch.setattr(streams, "PINNED", 50 * 30 * 3 * (fits - 1))  # some, all or none have their views made at once
     monkeypatch.setattr(streams, "MemoryBudget", Counted)
     found = list(way(TINY, paths, ViewPlan(5)))
@@ -182,14 +182,14 @@ def test_images_of_ordinary_size_never_wait(way: Any, paths: list[Path], monkeyp
 
     monkeypatch.setattr(streams.MemoryBudget, "_fits", fits)
     assert all(entry.error is None for entry in way(TINY, paths, ViewPlan(3)))
-    assert streams.A_THREAD // images.BYTES_PER_PIXEL > 22_000_000
+    assert streams.PER_THREAD // images.BYTES_PER_PIXEL > 22_000_000
 
 
 def test_streams_with_full_budgets_do_not_block_each_other(
     way: Any, paths: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streams, "DECODED", 1)
-    monkeypatch.setattr(streams, "A_THREAD", 0)
+    monkeypatch.setattr(streams, "PER_THREAD", 0)
 
     def both() -> list[tuple[int, int]]:
         one, other = (way(TINY, paths, ViewPlan(40)) for _ in range(2))
