@@ -230,7 +230,7 @@ def views(bench: Bench) -> None:
     """Making the views of one image: random parameters, crops, AugMix; the same with Pillow, and the difference."""
     preprocess = bench.encoder("ViT-B-16").preprocess
     image = photograph(0)
-    picture = gpu_views.as_picture(image).to(bench.device)
+    picture = gpu_views.as_pixels(image).to(bench.device)
     for augmix in (False, True):
         name = "AugMix" if augmix else "crops"
         options = dict(seed=0, index=5, augmix=augmix)

@@ -41,7 +41,7 @@ from testtime.datasets import open_dataset
 from testtime.datasets import tables as table_reader
 from testtime.encoding.encoders import clip
 from testtime.images.reading import read_image
-from testtime.text.prompts import _described, check_classes, read_classes_file, read_descriptions
+from testtime.text.prompts import _checked_descriptions, check_classes, read_classes_file, read_descriptions
 from testtime.types import ImageError, InputError
 
 SECONDS = 5  # for a case
@@ -196,7 +196,7 @@ KINDS = {
     "classes": Kind(text("c.txt", "cat\n# none\ngrand piano\n"), lambda path: check_classes(read_classes_file(path))),
     "descriptions": Kind(
         text("d.json", json.dumps({"cat": ["It purrs.", "It is small."], "dog": ["It barks."]})),
-        lambda path: _described(read_descriptions(path)),
+        lambda path: _checked_descriptions(read_descriptions(path)),
     ),
     "safetensors": Kind(safe, clip.read),
     "torch": Kind(zipped, clip.read),

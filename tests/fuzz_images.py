@@ -34,25 +34,25 @@ OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
     "JPEG": ({}, {"progressive": True}),
     "WEBP": ({}, {"lossless": True}),
 }
-MOST = 4_000_000  # pixels here, so that a header that promises more is refused, and memory stays small
+MOST = 4_000_000  # pixels here, so that headers that claim more are refused and memory stays small
 
 
 @cache
 def whole(format: str, mode: str, option: int) -> bytes:
     """A small image, with an orientation where the format has one; b"" where this Pillow cannot write it."""
     numbers = np.random.default_rng(0).integers(0, 256, (24, 40, 3), dtype=np.uint8)
-    picture = Image.fromarray(numbers)
+    image = Image.fromarray(numbers)
     if mode == "LAB":
-        picture = Image.frombytes("LAB", picture.size, picture.tobytes())
+        image = Image.frombytes("LAB", image.size, image.tobytes())
     else:
-        picture = picture.convert("I").convert(mode) if mode == "I;16" else picture.convert(mode)
+        image = image.convert("I").convert(mode) if mode == "I;16" else image.convert(mode)
     exif, buffer = Image.Exif(), io.BytesIO()
     exif[0x0112] = 6
     choices = OPTIONS.get(format, ({},))
     extra = {"exif": exif} if format in ("JPEG", "PNG", "TIFF", "WEBP", "AVIF") else {}
     try:
-        picture.save(buffer, format, **choices[option % len(choices)], **extra)
-    except (OSError, KeyError, ValueError):  # a mode that a compression does not have
+        image.save(buffer, format, **choices[option % len(choices)], **extra)
+    except (OSError, KeyError, ValueError):  # a mode that the compression does not support
         return b""
     return buffer.getvalue()
 
@@ -60,19 +60,19 @@ def whole(format: str, mode: str, option: int) -> bytes:
 def damaged(data: bytes, dice: random.Random) -> bytes:
     changed = bytearray(data)
     for _ in range(dice.choice((0, 1, 1, 2, 8, 40))):
-        place = dice.randrange(min(len(changed), dice.choice((16, 64, 400, len(changed)))))
+        position = dice.randrange(min(len(changed), dice.choice((16, 64, 400, len(changed)))))
         match dice.randrange(5):
             case 0:
-                changed[place] = dice.randrange(256)
+                changed[position] = dice.randrange(256)
             case 1:
-                changed[place] ^= 1 << dice.randrange(8)
+                changed[position] ^= 1 << dice.randrange(8)
             case 2:
                 size = dice.choice((2, 4, 8))
-                changed[place : place + size] = dice.choice((b"\0", b"\xff", b"\x7f", b"\x80")) * size
+                changed[position : position + size] = dice.choice((b"\0", b"\xff", b"\x7f", b"\x80")) * size
             case 3:
-                changed[place:place] = changed[place : place + dice.randrange(1, 40)]
+                changed[position:position] = changed[position : position + dice.randrange(1, 40)]
             case _:
-                del changed[place : place + dice.randrange(1, 40)]
+                del changed[position : position + dice.randrange(1, 40)]
         if not changed:
             break
     if changed and dice.random() < 0.3:
@@ -93,7 +93,7 @@ def outcome(data: bytes) -> str:
 
 
 def run(cases: int, seed: int) -> Counter[str]:
-    """How many files ended in which way; one that ended otherwise is raised, with its number and seed."""
+    """How many files had which outcome; any other error is raised with its case number and seed."""
     Image.init()
     found: Counter[str] = Counter()
     formats = [format for format in FORMATS if format in Image.SAVE]
@@ -116,7 +116,7 @@ def run(cases: int, seed: int) -> Counter[str]:
 
 
 def main(run: Callable[[int, int], Counter[str]], about: str | None) -> None:
-    """A fuzzer as a program: what it found, by how a case ended."""
+    """A fuzzer as a program: prints the number of cases by outcome."""
     reader = argparse.ArgumentParser(description=about)
     reader.add_argument("--cases", type=int, default=3000)
     reader.add_argument("--seed", type=int, default=0)

@@ -1,4 +1,4 @@
-"""What is random about views, in words: the draw of `testtime.images.draw` one view at a time."""
+"""Random parameters of views, readable: the draw of `testtime.images.draw` one view at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class CropParameters(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """One step of an AugMix chain: one of `NAMES` and how much of it."""
+    """One step of an AugMix chain: one of `NAMES` and its amount."""
 
     name: str
     amount: float  # bits, degrees, a threshold, a slope or pixels, by name; signed where that means something
@@ -33,7 +33,7 @@ class AugMixParameters(NamedTuple):
 
 
 class ViewParameters(NamedTuple):
-    """All that is random about one view."""
+    """All random parameters of one view."""
 
     crop: CropParameters
     augmix: AugMixParameters | None

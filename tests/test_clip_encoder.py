@@ -36,7 +36,7 @@ def full(request: pytest.FixtureRequest) -> tuple[str, Any]:
     torch.manual_seed(0)
     model = clip.build(request.param).eval()
     if request.param == "RN50":
-        # fresh batch norms barely pass anything on: draw statistics, so that a lost tensor shows
+        # new batch norms pass little on: draw statistics, so that a missing tensor shows
         for part in model.modules():
             if isinstance(part, nn.BatchNorm2d):
                 part.running_mean.normal_(std=0.1)
@@ -57,7 +57,7 @@ def pixels(size: int = 224) -> Tensor:
 
 
 def as_published(model: Any) -> dict[str, Tensor]:
-    """A state dict as in OpenAI's files: halved where OpenAI halves, three numbers beside the weights."""
+    """A state dict as in OpenAI's files: float16 where OpenAI has it, three numbers beside the weights."""
     biases = ("proj.bias", "fc.bias", "in_proj_bias")
     state = {}
     for name, value in model.state_dict().items():
@@ -68,7 +68,7 @@ def as_published(model: Any) -> dict[str, Tensor]:
 
 
 def with_quick_gelu(model: Any) -> Any:
-    """A copy of a model with its activations changed by hand."""
+    """A copy of a model with its activations replaced."""
     model = copy.deepcopy(model)
     for part in list(model.modules()):
         for name, child in part.named_children():
@@ -78,7 +78,7 @@ def with_quick_gelu(model: Any) -> Any:
 
 
 class Archive(nn.Module):
-    """A module that holds nothing but tensors by dotted name, to be saved as TorchScript."""
+    """A module of tensors by dotted name, to be saved as TorchScript."""
 
     def __init__(self, state: dict[str, Tensor]) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ VISIONS = {
 
 
 def add_model(monkeypatch: pytest.MonkeyPatch, name: str, **config: Any) -> str:
-    """Make open_clip know a small model, so that many files can be tried."""
+    """Register a small model with open_clip."""
     text = dict(context_length=77, vocab_size=49408, width=32, heads=2, layers=1)
     config = dict(embed_dim=16, vision_cfg=VISIONS["transformer"], text_cfg=text) | config
     monkeypatch.setitem(open_clip.factory._MODEL_CONFIGS, name, config)
@@ -139,7 +139,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.parametrize("kind", ["transformer", "resnet"])
-def test_a_model_from_a_file_keeps_every_promise(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_from_a_file_passes_every_check(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = add_model(monkeypatch, kind, vision_cfg=VISIONS[kind])
     torch.save(clip.build(name).state_dict(), tmp_path / "mine.pt")
     check_encoder(load_encoder(f"open_clip:{name}/{tmp_path}/mine.pt"))
@@ -148,7 +148,7 @@ def test_a_model_from_a_file_keeps_every_promise(kind: str, tmp_path: Path, monk
 def test_torchscript_archive_is_read_as_openai_s(small: str, tmp_path: Path) -> None:
     state = as_published(clip.build(small))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # deprecated, and still what OpenAI's files are made with
+        warnings.simplefilter("ignore")  # deprecated, but OpenAI's files use it
         torch.jit.save(torch.jit.script(Archive(state)), tmp_path / "script.pt")
     torch.save(state, tmp_path / "plain.pt")
     found = clip.read(tmp_path / "script.pt")
@@ -167,7 +167,7 @@ def test_safetensors_and_a_training_prefix_are_read(small: str, tmp_path: Path) 
         torch.testing.assert_close(encoder.encode_images(pixels(32)), features(model, 32)[0])
 
 
-def test_halved_weights_with_whole_norms_are_openai_s(small: str, tmp_path: Path) -> None:
+def test_float16_weights_with_float32_norms_are_openai_s(small: str, tmp_path: Path) -> None:
     model = clip.build(small, "fp16")
     torch.save(model.state_dict(), tmp_path / "mixed.pt")
     torch.save(model.half().state_dict(), tmp_path / "half.pt")
@@ -175,20 +175,20 @@ def test_halved_weights_with_whole_norms_are_openai_s(small: str, tmp_path: Path
     assert not clip.read(tmp_path / "half.pt").openai
 
 
-def test_config_beside_the_file_is_heard(small: str, tmp_path: Path) -> None:
+def test_config_beside_the_file_is_used(small: str, tmp_path: Path) -> None:
     torch.save(clip.build(small).state_dict(), tmp_path / "mine.pt")
-    said = {"model_cfg": {"quick_gelu": True}, "preprocess_cfg": {"mean": [0.5] * 3, "resize_mode": "squash"}}
-    (tmp_path / "open_clip_config.json").write_text(json.dumps(said))
+    config = {"model_cfg": {"quick_gelu": True}, "preprocess_cfg": {"mean": [0.5] * 3, "resize_mode": "squash"}}
+    (tmp_path / "open_clip_config.json").write_text(json.dumps(config))
     encoder = load_encoder(f"open_clip:{small}/{tmp_path}/mine.pt")
     assert isinstance(encoder, clip.OpenClip)
     assert (encoder.preprocess.mode, encoder.preprocess.mean) == ("squash", (0.5, 0.5, 0.5))
     assert any(isinstance(part, open_clip.transformer.QuickGELU) for part in encoder.model.modules())
 
 
-def test_model_s_usual_preprocessing_is_used_for_a_bare_file() -> None:
-    siglip = clip.make_preprocess(clip._usual_preprocess("ViT-B-16-SigLIP") | {"size": (224, 224)})
+def test_model_s_default_preprocessing_is_used_for_a_bare_file() -> None:
+    siglip = clip.make_preprocess(clip._default_preprocess("ViT-B-16-SigLIP") | {"size": (224, 224)})
     assert (siglip.mode, siglip.mean, siglip.size) == ("squash", (0.5, 0.5, 0.5), 224)
-    assert clip.make_preprocess(clip._usual_preprocess("ViT-L-14") | {"size": 224}).mode == "shortest"
+    assert clip.make_preprocess(clip._default_preprocess("ViT-L-14") | {"size": 224}).mode == "shortest"
 
 
 def test_file_of_another_architecture_names_what_does_not_fit(small: str, tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_file_of_another_architecture_names_what_does_not_fit(small: str, tmp_pa
         load_encoder(f"open_clip:ViT-B-16/{tmp_path}/small.pt")
 
 
-def test_lost_and_surplus_tensors_are_named(small: str, tmp_path: Path) -> None:
+def test_missing_and_extra_tensors_are_named(small: str, tmp_path: Path) -> None:
     state = clip.build(small).state_dict()
     state["surplus"] = state.pop("ln_final.weight")
     torch.save(state, tmp_path / "small.pt")
@@ -209,7 +209,7 @@ def test_lost_and_surplus_tensors_are_named(small: str, tmp_path: Path) -> None:
     ("file", "content"),
     [("text.pt", b"nothing"), ("empty.pt", b""), ("text.safetensors", b"nothing"), ("zip.pt", b"PK\x03\x04")],
 )
-def test_file_that_is_no_checkpoint_is_refused(small: str, tmp_path: Path, file: str, content: bytes) -> None:
+def test_file_that_is_not_a_checkpoint_is_refused(small: str, tmp_path: Path, file: str, content: bytes) -> None:
     (tmp_path / file).write_bytes(content)
     with pytest.raises(InputError, match=f"{file}' (is not a|cannot be read as a) checkpoint"):
         load_encoder(f"open_clip:{small}/{tmp_path}/{file}")
@@ -224,13 +224,13 @@ def test_code_in_a_file_is_not_run(small: str, tmp_path: Path) -> None:
 def test_file_without_tensors_is_refused(small: str, tmp_path: Path) -> None:
     torch.save({"epoch": 3}, tmp_path / "none.pt")
     torch.save(torch.zeros(3), tmp_path / "one.pt")
-    for file, said in (("none.pt", "no tensors"), ("one.pt", "holds a Tensor")):
-        with pytest.raises(InputError, match=said):
+    for file, expected in (("none.pt", "no tensors"), ("one.pt", "holds a Tensor")):
+        with pytest.raises(InputError, match=expected):
             load_encoder(f"open_clip:{small}/{tmp_path}/{file}")
 
 
 @pytest.mark.parametrize(
-    ("name", "error", "said"),
+    ("name", "error", "expected"),
     [
         ("ofline", UnknownName, "Did you mean 'offline'"),
         ("ViT-B-16/openai", UnknownName, "Did you mean 'open_clip:ViT-B-16/openai'"),
@@ -245,8 +245,8 @@ def test_file_without_tensors_is_refused(small: str, tmp_path: Path) -> None:
         ("tiny:x", SettingError, "tiny:3"),
     ],
 )
-def test_name_that_means_nothing_gets_a_hint(name: str, error: type[Exception], said: str) -> None:
-    with pytest.raises(error, match=said):
+def test_unknown_name_gets_a_hint(name: str, error: type[Exception], expected: str) -> None:
+    with pytest.raises(error, match=expected):
         load_encoder(name)
 
 
@@ -256,15 +256,15 @@ def test_absolute_path_with_one_slash_is_explained(tmp_path: Path) -> None:
         load_encoder(f"open_clip:RN50{tmp_path}/mine.pt")
 
 
-def test_unreachable_hub_is_said_soon_with_a_way_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))  # no weights cached by others
+def test_unreachable_hub_is_reported_quickly_with_advice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))  # an empty cache
     monkeypatch.setattr(clip, "try_to_load_from_cache", lambda *_: None)
     monkeypatch.setattr(clip.constants, "ENDPOINT", "http://127.0.0.1:9")
     start = time.perf_counter()
     with pytest.raises(MissingPart) as caught:
         load_encoder("open_clip:ViT-B-16/openai")
     message = str(caught.value)
-    assert time.perf_counter() - start < 2 * hub.PATIENCE
+    assert time.perf_counter() - start < 2 * hub.TIMEOUT
     assert len(message.splitlines()) == 3
     for part in ("patch16_clip_224.openai", "ViT-B-16.pt", "open_clip:ViT-B-16-quickgelu/PATH", "'offline'"):
         assert part in message
@@ -281,7 +281,7 @@ def test_cached_weights_are_used_without_the_hub(monkeypatch: pytest.MonkeyPatch
 
 
 def with_hub_tokenizer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
-    """The name of a small model whose tokenizer lives on the hub, as SigLIP's does, with the hub out of reach."""
+    """The name of a small model whose tokenizer is on the hub, as SigLIP's is, with the hub unreachable."""
     monkeypatch.setattr(clip, "try_to_load_from_cache", lambda *_: None)
     monkeypatch.setattr(hub, "answers", lambda _: False)
     text = dict(context_length=16, vocab_size=30522, width=32, heads=2, layers=1, hf_tokenizer_name="some/where")
@@ -349,7 +349,7 @@ def test_text_tower_of_transformers_is_loaded(
 
 
 def test_captioner_is_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """CoCa: pooled by attention, with a third tower that encoding leaves alone."""
+    """CoCa: attention pooling, with a third tower that encoding does not use."""
     text = dict(context_length=76, vocab_size=49408, width=32, heads=2, layers=1, embed_cls=True, output_tokens=True)
     vision = VISIONS["transformer"] | dict(attentional_pool=True, attn_pooler_heads=2, output_tokens=True)
     third = dict(context_length=76, vocab_size=49408, width=32, heads=2, layers=1, attn_pooler_heads=2)
@@ -382,14 +382,14 @@ def test_text_features_do_not_depend_on_the_batch(monkeypatch: pytest.MonkeyPatc
     assert torch.equal(encoder.encode_texts(texts), encoder.encode_texts(texts))
 
 
-def test_features_can_enter_a_gradient() -> None:
+def test_features_can_be_used_in_autograd() -> None:
     row = load_encoder("tiny").encode_images(pixels(32))
     weight = torch.ones(32, requires_grad=True)
     (row @ weight).sum().backward()
     assert torch.equal(weight.grad, row[0])
 
 
-def test_tiny_is_an_encoder_that_can_be_made_again_from_its_name() -> None:
+def test_tiny_can_be_loaded_again_by_its_name() -> None:
     encoder = tiny(seed=3)
     again = load_encoder(encoder.name)
     assert isinstance(encoder, Encoder) and encoder.name == "tiny:3"
@@ -425,7 +425,7 @@ def test_wrong_input_is_refused() -> None:
         load_encoder("tiny", device="cuda:99")
 
 
-def test_deferred_encoder_is_loaded_once_when_something_is_asked_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deferred_encoder_is_loaded_once_on_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
     loads, around = [], []
     load = family.load_encoder
     monkeypatch.setattr(family, "load_encoder", lambda *given: (loads.append(given), load(*given))[1])
@@ -468,7 +468,7 @@ def test_deferred_encoder_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPa
     assert not encoder.is_loaded and encoder.dim == 32
 
 
-def test_every_encoder_has_a_line_on_what_it_is() -> None:
+def test_every_encoder_has_a_description() -> None:
     rows = ENCODERS.listing(pytest.fail)
     assert [usage.partition(":")[0] for usage, _ in rows] == sorted(ENCODERS.ours)
     assert all("\n" not in line and line for _, line in rows)

@@ -1,4 +1,4 @@
-"""An encoder's tower for a fixed number of rows gives the encoder's features, whichever family it is of."""
+"""A tower captured for a fixed number of rows gives the encoder's features, for every family."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import testtime as tt
 from testtime import load_encoder
 from testtime.encoding import compiled, resnet, vit
 from testtime.encoding import stream as streams
-from testtime.encoding.compiled import Compiled, faithful
+from testtime.encoding.compiled import Compiled, verified
 from testtime.encoding.encoders.clip import OpenClip, lower
 from testtime.encoding.encoders.tiny import TEXT, tiny
 from testtime.images.gpu_views import normalise
@@ -41,7 +41,7 @@ def forget() -> None:
 
 
 def grey(count: int) -> Tensor:
-    """Whole grey levels (count, 3, 32, 32)."""
+    """Integer grey levels (count, 3, 32, 32)."""
     return torch.randint(0, 256, (count, 3, 32, 32), generator=torch.Generator().manual_seed(0)).float()
 
 
@@ -52,7 +52,7 @@ def expected(count: int) -> Tensor:
 
 
 class Replays:
-    """Stands in for a captured graph: runs what it was given."""
+    """A fake captured graph: runs the function itself."""
 
     def __init__(self, launch: Any) -> None:
         launch()
@@ -61,7 +61,7 @@ class Replays:
 
 @pytest.fixture(params=[False, True], ids=["plain", "graphs"])
 def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Compiled]:
-    """Makes compiled encoders, as they are and as if there were graphs."""
+    """Makes compiled encoders, without graphs and with fake ones."""
     monkeypatch.setattr(compiled, "capture", Replays)
     return lambda encoder, rows: Compiled(encoder, rows, graphs=request.param)
 
@@ -72,7 +72,7 @@ def test_features_are_the_plain_ones(make: Callable[..., Compiled], rows: int, c
     torch.testing.assert_close(make(PLAIN, rows).encode(grey(count)), expected(count), atol=1e-5, rtol=0)
 
 
-def test_it_encodes_the_same_number_of_rows_each_time_and_fills_up_with_black() -> None:
+def test_it_encodes_the_same_number_of_rows_each_time_padded_with_black() -> None:
     seen: list[Tensor] = []
     encoder = tower_of(lambda pixels: (seen.append(pixels.clone()), PLAIN.model.encode_image(pixels))[1])
     Compiled(encoder, 8).encode(grey(19))
@@ -81,14 +81,14 @@ def test_it_encodes_the_same_number_of_rows_each_time_and_fills_up_with_black() 
     torch.testing.assert_close(seen[2][3:], black[:, None, None].expand(5, 3, 32, 32))
 
 
-def test_features_depend_on_the_view_and_its_place_alone(make: Callable[..., Compiled]) -> None:
+def test_features_depend_on_the_view_and_its_position_alone(make: Callable[..., Compiled]) -> None:
     encoder = make(PLAIN, 8)
     whole = encoder.encode(grey(8))
     for count in range(1, 8):
         assert torch.equal(encoder.encode(grey(8)[:count]), whole[:count])
 
 
-def test_what_was_given_out_stays_as_it_is(make: Callable[..., Compiled]) -> None:
+def test_returned_features_are_not_overwritten(make: Callable[..., Compiled]) -> None:
     encoder = make(PLAIN, 8)
     first = encoder.encode(grey(8))
     before = first.clone()
@@ -105,7 +105,7 @@ def test_it_may_be_made_in_inference_mode_and_used_outside(make: Callable[..., C
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_whole_grey_levels_reach_the_tower_unrounded(dtype: torch.dtype) -> None:
+def test_integer_grey_levels_reach_the_tower_unrounded(dtype: torch.dtype) -> None:
     seen: list[Tensor] = []
     encoder = tower_of(lambda pixels: (seen.append(pixels.clone()), torch.ones(len(pixels), PLAIN.dim))[1], dtype=dtype)
     levels = torch.arange(256.0).repeat(12)[None].view(1, 3, 32, 32)
@@ -115,7 +115,7 @@ def test_whole_grey_levels_reach_the_tower_unrounded(dtype: torch.dtype) -> None
 
 
 def tower_of(tower: Callable[[Tensor], Tensor], dtype: torch.dtype = torch.float32) -> Any:
-    """An encoder that has this tower, and is otherwise tiny."""
+    """The tiny encoder with this tower."""
     return SimpleNamespace(
         name="tower",
         dim=PLAIN.dim,
@@ -126,29 +126,29 @@ def tower_of(tower: Callable[[Tensor], Tensor], dtype: torch.dtype = torch.float
     )
 
 
-# Memory that runs out
+# Out of memory
 
 
 class Cramped:
-    """A tower with memory for so many rows and no more."""
+    """A tower with memory for a limited number of rows."""
 
-    def __init__(self, room: int) -> None:
-        self.room, self.calls = room, []
+    def __init__(self, limit: int) -> None:
+        self.limit, self.calls = limit, []
 
     def __call__(self, rows: Tensor) -> Tensor:
         self.calls.append(len(rows))
-        if len(rows) > self.room:
+        if len(rows) > self.limit:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return PLAIN.model.encode_image(rows)
 
 
-def test_memory_that_runs_out_halves_the_rows(make: Callable[..., Compiled]) -> None:
-    encoder = make(tower_of(cramped := Cramped(room=40)), 128)
-    with pytest.warns(RuntimeWarning) as said:
+def test_out_of_memory_halves_the_rows(make: Callable[..., Compiled]) -> None:
+    encoder = make(tower_of(cramped := Cramped(limit=40)), 128)
+    with pytest.warns(RuntimeWarning) as caught:
         features = encoder.encode(grey(150))
-    assert [str(warning.message) for warning in said] == [
-        "Memory ran out at 128 views at a time; going on with 64.",
-        "Memory ran out at 64 views at a time; going on with 32.",
+    assert [str(warning.message) for warning in caught] == [
+        "Out of memory at 128 views at a time; continuing with 64.",
+        "Out of memory at 64 views at a time; continuing with 32.",
     ]
     torch.testing.assert_close(features, expected(150), atol=1e-5, rtol=0)
     assert cramped.calls[:3] == [128, 64, 32] and set(cramped.calls[2:]) == {32}
@@ -157,7 +157,7 @@ def test_memory_that_runs_out_halves_the_rows(make: Callable[..., Compiled]) -> 
     assert cramped.calls == [32] * 5  # it is remembered
 
 
-def test_halving_goes_on_where_it_stopped() -> None:
+def test_halving_continues_where_it_stopped() -> None:
     done: list[int] = []
 
     def tower(rows: Tensor) -> Tensor:
@@ -166,15 +166,15 @@ def test_halving_goes_on_where_it_stopped() -> None:
         done.append(len(rows))
         return PLAIN.model.encode_image(rows)
 
-    with pytest.warns(RuntimeWarning, match="ran out"):
+    with pytest.warns(RuntimeWarning, match="Out of memory"):
         features = Compiled(tower_of(tower), 8).encode(grey(13))
     torch.testing.assert_close(features, expected(13), atol=1e-5, rtol=0)
     assert done == [8, 2, 2, 2]
 
 
 def test_one_view_that_does_not_fit_is_an_error(make: Callable[..., Compiled]) -> None:
-    encoder = make(tower_of(Cramped(room=0)), 4)
-    with pytest.raises(torch.OutOfMemoryError), pytest.warns(RuntimeWarning, match="ran out"):
+    encoder = make(tower_of(Cramped(limit=0)), 4)
+    with pytest.raises(torch.OutOfMemoryError), pytest.warns(RuntimeWarning, match="Out of memory"):
         encoder.encode(grey(4))
 
 
@@ -184,15 +184,15 @@ def test_tower_that_cannot_be_captured_runs_as_it_is(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(compiled, "capture", broken)
     encoder = Compiled(PLAIN, 2, graphs=True)
-    with pytest.warns(RuntimeWarning) as said:
+    with pytest.warns(RuntimeWarning) as caught:
         features = encoder.encode(grey(3))
     torch.testing.assert_close(features, expected(3), atol=1e-5, rtol=0)
-    assert [str(warning.message) for warning in said] == [
-        "Encoder 'tiny' cannot be captured, and runs without (RuntimeError: no kernel for that)."
+    assert [str(warning.message) for warning in caught] == [
+        "Encoder 'tiny' cannot be captured; running without a graph (RuntimeError: no kernel for that)."
     ]
 
 
-# Towers of our own
+# Our own towers
 
 
 def noise(count: int, size: int = 32) -> Tensor:
@@ -200,19 +200,19 @@ def noise(count: int, size: int = 32) -> Tensor:
 
 
 def transformer(quick: bool = False, **changes: Any) -> Any:
-    """A small CLIP with a vision transformer, and norms and biases that are not as new."""
+    """A small CLIP with a vision transformer, and norms and biases away from their initial values."""
     vision = dict(image_size=32, patch_size=8, width=48, layers=3, head_width=16) | changes
-    return shaken(open_clip.CLIP(24, vision, dict(TEXT, layers=1), quick_gelu=quick))
+    return perturbed(open_clip.CLIP(24, vision, dict(TEXT, layers=1), quick_gelu=quick))
 
 
 def residual(layers: tuple[int, ...] = (2, 1, 1, 2)) -> Any:
-    """A small CLIP with a ResNet, and batch norms that have seen something."""
+    """A small CLIP with a ResNet, and batch norms with statistics."""
     vision = dict(image_size=64, width=16, layers=list(layers))
-    return shaken(open_clip.CLIP(24, vision, dict(TEXT, layers=1)))
+    return perturbed(open_clip.CLIP(24, vision, dict(TEXT, layers=1)))
 
 
-def shaken(model: Any) -> Any:
-    """The model with norms, biases and statistics moved away from zero and one, so that a lost one shows."""
+def perturbed(model: Any) -> Any:
+    """The model with norms, biases and statistics moved away from zero and one, so that a missing one shows."""
     random = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, value in [*model.named_parameters(), *model.named_buffers()]:
@@ -227,7 +227,7 @@ def shaken(model: Any) -> Any:
 @pytest.mark.parametrize(
     "changes", [{}, {"layers": 1}, {"mlp_ratio": 2.0}, {"head_width": 24, "patch_size": 16}], ids=str
 )
-def test_our_vision_transformer_is_open_clips(quick: bool, changes: dict) -> None:
+def test_our_vision_transformer_equals_open_clips(quick: bool, changes: dict) -> None:
     model, pixels = transformer(quick, **changes), noise(3)
     tower = vit.from_open_clip(model.visual)
     assert tower is not None
@@ -246,7 +246,7 @@ def with_activation(model: Any, quick: bool) -> Any:
 
 @needs_transformers
 @pytest.mark.parametrize("activation", ["quick_gelu", "gelu"])
-def test_our_vision_transformer_is_that_of_transformers(activation: str) -> None:
+def test_our_vision_transformer_equals_that_of_transformers(activation: str) -> None:
     from transformers import CLIPConfig, CLIPModel
 
     text = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=40)
@@ -254,7 +254,7 @@ def test_our_vision_transformer_is_that_of_transformers(activation: str) -> None
     vision |= dict(image_size=32, patch_size=8, hidden_act=activation)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = shaken(CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=24)))
+        model = perturbed(CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=24)))
     found = vit.from_transformers(model)(noise(3))
     theirs = model.get_image_features(pixel_values=noise(3))
     theirs = theirs if isinstance(theirs, Tensor) else theirs.pooler_output
@@ -262,7 +262,7 @@ def test_our_vision_transformer_is_that_of_transformers(activation: str) -> None
 
 
 @pytest.mark.parametrize("layers", [(1, 1, 1, 1), (2, 1, 1, 2)])
-def test_our_resnet_is_open_clips(layers: tuple[int, ...]) -> None:
+def test_our_resnet_equals_open_clips(layers: tuple[int, ...]) -> None:
     model, pixels = residual(layers), noise(3, 64)
     tower = resnet.from_open_clip(model.visual)
     assert tower is not None
@@ -276,7 +276,7 @@ def test_our_resnet_is_open_clips(layers: tuple[int, ...]) -> None:
     assert (model.encode_image(noise(3, 64)) - before).abs().max() > 1e-3, "the statistics should matter"
 
 
-UNKNOWN = {
+UNSUPPORTED = {
     "attention pooling": dict(attentional_pool=True),
     "average pooling": dict(pool_type="avg"),
     "norm after pooling": dict(final_ln_after_pool=True),
@@ -285,8 +285,8 @@ UNKNOWN = {
 }
 
 
-@pytest.mark.parametrize("changes", UNKNOWN.values(), ids=UNKNOWN)
-def test_model_with_parts_that_ours_does_not_know_keeps_its_own_tower(changes: dict) -> None:
+@pytest.mark.parametrize("changes", UNSUPPORTED.values(), ids=UNSUPPORTED)
+def test_model_with_unsupported_parts_keeps_its_own_tower(changes: dict) -> None:
     encoder = encoder_of(transformer(**changes))
     assert vit.from_open_clip(encoder.model.visual) is None and resnet.from_open_clip(encoder.model.visual) is None
     assert encoder.image_tower() == encoder.image_features
@@ -298,7 +298,7 @@ def encoder_of(model: Any, size: int = 32, dtype: torch.dtype = torch.float32) -
 
 
 @pytest.mark.parametrize(("model", "kind"), [(transformer, vit.Tower), (residual, resnet.Tower)])
-def test_encoder_offers_our_tower_where_it_is_faithful(model: Any, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_encoder_offers_our_tower_if_it_agrees(model: Any, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
     encoder = encoder_of(model(), 32 if model is transformer else 64)
     assert isinstance(encoder, DeviceEncoder) and isinstance(encoder.image_tower(), kind)
     call = kind.__call__
@@ -306,7 +306,7 @@ def test_encoder_offers_our_tower_where_it_is_faithful(model: Any, kind: type, m
     assert encoder.image_tower() == encoder.image_features
 
 
-def test_products_in_8_bits_are_near_and_asked_for() -> None:
+def test_float8_is_close_and_opt_in() -> None:
     encoder = encoder_of(lower(transformer(), "bf16"), dtype=torch.bfloat16)
     pixels = torch.randn(5, 3, 32, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
     assert type(encoder.image_tower()) is vit.Tower
@@ -316,32 +316,32 @@ def test_products_in_8_bits_are_near_and_asked_for() -> None:
     with torch.no_grad():
         ours, plain = tower(pixels).float(), encoder.model.encode_image(pixels).float()
     alike = cosine_similarity(ours, plain)
-    assert 0.99 < float(alike.min()) and float(alike.max()) < 1 - 1e-6  # coarser, so it is not the plain one
+    assert 0.99 < float(alike.min()) and float(alike.max()) < 1 - 1e-6  # less precise, so it is not the plain one
 
 
-def test_rows_in_8_bits_reach_the_largest_number_and_come_back() -> None:
+def test_rows_are_quantised_to_the_full_range_and_back() -> None:
     rows = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)) * torch.tensor([[1e-3], [1.0], [50.0], [0.0]])
-    values, scales = vit.rows8(rows)
+    values, scales = vit.quantise_rows(rows)
     assert values.dtype == torch.float8_e4m3fn and values.float().abs().amax(1).tolist() == [448.0, 448.0, 448.0, 0.0]
     assert bool(((values.float() * scales - rows).abs() <= rows.abs() / 16 + scales / 512).all())
 
 
-def test_8_bits_are_refused_where_there_is_no_such_tower() -> None:
+def test_float8_is_refused_without_such_a_tower() -> None:
     for name in ("tiny", "offline"):
         with pytest.raises(SettingError, match=f"float8 is for .*, not for '{name}' on cpu"):
             load_encoder(name, dtype=torch.float8_e4m3fn)
 
 
-def test_tower_that_differs_fails_or_is_not_there_leaves_the_plain_one() -> None:
+def test_tower_that_differs_fails_or_is_missing_is_replaced_by_the_plain_one() -> None:
     def plain(pixels: Tensor) -> Tensor:
         return PLAIN.model.encode_image(pixels)
 
     def nearly(pixels: Tensor) -> Tensor:
-        return 3 * plain(pixels)  # features are made unit rows later
+        return 3 * plain(pixels)  # features are normalised later
 
     def other(pixels: Tensor) -> Tensor:
         features = plain(pixels)
-        return torch.cat([features[:1], features[1:].roll(1, 1)])  # one row of two is enough
+        return torch.cat([features[:1], features[1:].roll(1, 1)])  # one differing row is enough
 
     def nothing(pixels: Tensor) -> Tensor:
         return plain(pixels) * torch.nan
@@ -349,15 +349,15 @@ def test_tower_that_differs_fails_or_is_not_there_leaves_the_plain_one() -> None
     def fails(pixels: Tensor) -> Tensor:
         raise RuntimeError("no such operation")
 
-    def misfits(pixels: Tensor) -> Tensor:
+    def mismatched(pixels: Tensor) -> Tensor:
         raise TypeError("one argument too many")
 
-    assert faithful(nearly, plain, PLAIN) is nearly
-    for ours in (None, other, nothing, fails, misfits):
-        assert faithful(ours, plain, PLAIN) is plain
+    assert verified(nearly, plain, PLAIN) is nearly
+    for ours in (None, other, nothing, fails, mismatched):
+        assert verified(ours, plain, PLAIN) is plain
 
 
-def test_picture_that_is_no_whole_number_of_patches_is_left_to_the_model() -> None:
+def test_image_that_is_not_whole_patches_is_left_to_the_model() -> None:
     encoder = encoder_of(transformer(image_size=36), 36)
     assert encoder.image_tower() == encoder.image_features
 
@@ -393,7 +393,7 @@ def coca(folder: Path) -> Any:
     vision |= dict(attn_pooler_heads=4, output_tokens=True)
     text = dict(TEXT, layers=1, embed_cls=True, output_tokens=True)
     words = dict(TEXT, layers=1, attn_pooler_heads=4)
-    return encoder_of(shaken(open_clip.CoCa(24, words, text, vision)))
+    return encoder_of(perturbed(open_clip.CoCa(24, words, text, vision)))
 
 
 def offline(folder: Path) -> Any:
@@ -441,7 +441,7 @@ def test_every_encoder_runs_as_on_a_gpu(name: str, tmp_path: Path, monkeypatch: 
         encoder = ENCODERS[name](tmp_path)
     assert isinstance(encoder, DeviceEncoder)
     monkeypatch.setattr(streams, "on_device", lambda encoder: True)
-    monkeypatch.setattr(streams, "MOST", 2)  # images at a time: more take a CPU long
+    monkeypatch.setattr(streams, "MAX_IMAGES", 2)  # images at a time: more are slow on a CPU
     used = []
     made = streams._Device
     monkeypatch.setattr(streams, "_Device", lambda *given: (used.append(given), made(*given))[1])

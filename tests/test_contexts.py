@@ -1,4 +1,4 @@
-"""Contexts against the encoders' own text features, and against the towers stored with the traces."""
+"""Contexts compared with the encoders' own text features and with the towers stored with the traces."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def encoder(request: pytest.FixtureRequest, clip: OpenClip):
 
 
 def moved(context: SoftPrompts, sets: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Some tokens that are not those of any words: (sets, n, width)."""
+    """Tokens that do not match any words: (sets, n, width)."""
     noise = torch.randn(sets, *context.start.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     return (context.start.double() + 0.02 * noise).to(dtype)
 
@@ -54,7 +54,7 @@ def test_the_start_gives_the_encoders_own_text_features(encoder):
 
 
 def test_the_period_belongs_to_the_prompt(encoder):
-    """As in the released code; without it the features are others."""
+    """As in the released code; without it the features differ."""
     context = build_context(encoder, NAMES)
     bare = encoder.encode_texts([sentence.removesuffix(".") for sentence in SENTENCES])
     assert (context(context.start) - bare).abs().max() > 1e-3
@@ -77,7 +77,7 @@ def test_chunks_batches_and_single_prompts_give_the_same(encoder):
     assert_close(together.norm(dim=2), torch.ones(3, len(NAMES)), "arithmetic", "length")
 
 
-def test_gradients_in_chunks_are_those_of_the_whole_and_reach_tokens_only(encoder):
+def test_gradients_do_not_depend_on_chunks_and_reach_tokens_only(encoder):
     whole, chunked = build_context(encoder, NAMES), build_context(encoder, NAMES, chunk=2)
     weights = torch.randn(2, len(NAMES), encoder.dim, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     grads = []
@@ -86,14 +86,14 @@ def test_gradients_in_chunks_are_those_of_the_whole_and_reach_tokens_only(encode
         (context(tokens) * weights).sum().backward()
         grads.append(tokens.grad)
         assert context.start.grad is None and not context.start.requires_grad
-        for tower, embedded, _ in context._made.values():
+        for tower, embedded, _ in context._copies.values():
             assert embedded.grad is None
             assert all(p.grad is None and not p.requires_grad for p in tower.parameters())
     assert grads[0].abs().max() > 0
     assert_close(grads[1], grads[0], "closed form")
 
 
-def test_chunks_bound_what_is_kept_for_gradients(clip):
+def test_chunks_bound_the_memory_of_gradients(clip):
     """Between chunks nothing of the tower is kept, so memory does not grow with the classes."""
 
     def kept(classes: int, chunk: int) -> int:
@@ -120,7 +120,7 @@ def test_the_kept_start_gives_the_prototypes_and_gradients_of_a_call(clip, chunk
     start = context.at_start(tokens)
     assert_close(start.text, text.detach(), "arithmetic")
     wanted = torch.randn(3, *text.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    for _ in range(2):  # what is kept is not used up
+    for _ in range(2):  # the kept graph can be reused
         for got, by_text in zip(start.gradients(wanted), wanted, strict=True):
             assert_close(got, torch.autograd.grad(text, tokens, by_text, retain_graph=True)[0], "closed form")
     assert not start.text.requires_grad and start.tokens.grad is None
@@ -129,13 +129,13 @@ def test_the_kept_start_gives_the_prototypes_and_gradients_of_a_call(clip, chunk
 def test_the_start_passes_the_tower_once_for_all_images(clip):
     context = build_context(clip, NAMES, chunk=2)  # three chunks, the first of them kept
     passes = []
-    tower, embedded, ids = context._at(context.start)
+    tower, embedded, ids = context._parts(context.start)
     tower.register_forward_hook(lambda *_: passes.append(1))
     start = context.at_start(context.start)
     assert context.at_start(context.start) is start and at_start(context, context.start) is start
     assert len(passes) == 3
     start.gradients(torch.zeros(4, *start.text.shape))
-    assert len(passes) == 5  # the two others once more, for all four
+    assert len(passes) == 5  # the other two again, once for all four images
 
 
 def test_another_start_is_another_context_of_the_same_prompts(clip):
@@ -156,7 +156,7 @@ def test_a_context_can_be_copied_after_use(clip):
     assert torch.equal(copy.deepcopy(context).at_start(context.start).text, text)
 
 
-def test_each_class_may_have_tokens_of_its_own(encoder):
+def test_each_class_may_have_its_own_tokens(encoder):
     context = build_context(encoder, NAMES, chunk=2)
     tokens = moved(context, len(NAMES)).requires_grad_()
     rows = context.by_class(tokens)
@@ -178,7 +178,7 @@ def test_it_works_in_inference_mode_and_gradients_work_afterwards(clip):
     context = build_context(clip, NAMES, chunk=2)
     tokens = moved(context, 1)[0]
     with torch.inference_mode():
-        quiet = context(tokens)  # makes the copy in double
+        quiet = context(tokens)  # makes the float64 copy
     tokens.requires_grad_()
     loud = context(tokens)
     assert_close(loud.detach(), quiet.clone(), "arithmetic")
@@ -186,8 +186,8 @@ def test_it_works_in_inference_mode_and_gradients_work_afterwards(clip):
     assert tokens.grad is not None
 
 
-def test_prompts_are_cut_where_they_end(clip):
-    """Tokens after the end of text cannot reach the result, so the tower never sees them."""
+def test_prompts_are_truncated_at_the_end_of_text(clip):
+    """Tokens after the end of text cannot affect the result, so the tower never gets them."""
     context = build_context(clip, NAMES)
     longest = max(int(ids.argmax()) + 1 for ids in clip.tokenizer(SENTENCES))
     assert context._ids.shape == (len(NAMES), longest) and longest < 20
@@ -202,7 +202,7 @@ def test_a_half_precision_encoder_has_a_single_precision_context():
 
 
 def custom(text: dict, flags: dict) -> OpenClip:
-    """A model whose text tower is a part of its own; `flags` are settings that open_clip's configs cannot reach."""
+    """A model with a separate text tower; `flags` are settings outside open_clip's configs."""
     torch.manual_seed(0)
     vision = dict(image_size=32, patch_size=16, width=32, layers=1, head_width=16)
     tower = dict(context_length=16, vocab_size=49408, width=32, heads=2, layers=2) | text
@@ -225,7 +225,7 @@ def custom(text: dict, flags: dict) -> OpenClip:
     ],
     ids=str,
 )
-def test_every_kind_of_open_clip_text_tower_is_met(text, flags):
+def test_every_kind_of_open_clip_text_tower_is_supported(text, flags):
     encoder = custom(text, flags)
     context = build_context(encoder, NAMES, chunk=2)
     assert_close(context(context.start), encoder.encode_texts(SENTENCES), "arithmetic")
@@ -233,13 +233,13 @@ def test_every_kind_of_open_clip_text_tower_is_met(text, flags):
 
 @pytest.mark.parametrize("trace", ["tpt_v64_c10", "ctpt_v64_c10"])
 def test_a_stored_tower_comes_out_the_same_through_open_clip(golden, trace):
-    """The released code's prompts: token 0, the context, then what the tokenizer made of "NAME.", to the end."""
-    tensors, facts = read(golden / f"{trace}.safetensors")
-    ours = stored_context(tensors, facts, chunk=4)
-    plain = TensorContext(tensors, int(facts["hp.text_heads"]), float(facts["hp.ln_eps"]))
+    """The released code's prompts: token 0, the context, then the tokenized "NAME.", to the end."""
+    tensors, metadata = read(golden / f"{trace}.safetensors")
+    ours = stored_context(tensors, metadata, chunk=4)
+    plain = TensorContext(tensors, int(metadata["hp.text_heads"]), float(metadata["hp.ln_eps"]))
     table, ids = tensors["clip.token_embedding.weight"], tensors["tokens"]
 
-    # what the trace starts from are the embeddings of its own words
+    # the trace starts from the embeddings of its own words
     assert_close(table[ids][:, 1:5], tensors["ctx_init"].expand(len(ids), -1, -1), "arithmetic")
     start = tensors["ctx_init"].double()
     assert_close(ours(start), tensors["text"], "golden", "stored text")
@@ -249,24 +249,24 @@ def test_a_stored_tower_comes_out_the_same_through_open_clip(golden, trace):
     assert_close(ours.by_class(moved(ours, 10)), plain.by_class(moved(ours, 10)), "arithmetic", "by class")
 
 
-def test_a_stored_tower_that_is_not_whole_says_what_it_lacks(golden):
-    tensors, facts = read(golden / "tpt_v64_c10.safetensors")
+def test_an_incomplete_stored_tower_names_what_is_missing(golden):
+    tensors, metadata = read(golden / "tpt_v64_c10.safetensors")
     with pytest.raises(MissingPart, match="lacks 'tokens'"):
-        stored_context({name: t for name, t in tensors.items() if name != "tokens"}, facts)
+        stored_context({name: t for name, t in tensors.items() if name != "tokens"}, metadata)
     with pytest.raises(MissingPart, match="lacks 'clip.token_embedding.weight'"):
-        stored_context({name: t for name, t in tensors.items() if not name.startswith("clip.")}, facts)
+        stored_context({name: t for name, t in tensors.items() if not name.startswith("clip.")}, metadata)
     with pytest.raises(MissingPart, match="activation 'relu' is unknown"):
-        stored_context(tensors, facts | {"hp.activation": "relu"})
+        stored_context(tensors, metadata | {"hp.activation": "relu"})
 
 
-def test_build_task_attaches_a_context_when_asked(clip):
+def test_build_task_attaches_a_context_on_request(clip):
     assert build_task(clip, NAMES).context is None
     task = build_task(clip, NAMES, context=True)
     assert_close(task.context(task.context.start), task.text, "arithmetic")
     assert build_task(clip, NAMES, context="art of the").context.start.shape[0] == 3
 
 
-def test_an_encoder_without_a_text_tower_says_so(clip):
+def test_an_encoder_without_a_text_tower_is_refused(clip):
     stranger = SimpleNamespace(name="stranger", encode_texts=clip.encode_texts)
     with pytest.raises(MissingPart, match="'stranger' offers no text tower"):
         build_context(stranger, NAMES)
@@ -287,5 +287,5 @@ def test_mistakes_are_named(clip):
         build_context(clip, NAMES, words=" ")
     with pytest.raises(InputError, match="chunk=0"):
         build_context(clip, NAMES, chunk=0)
-    with pytest.raises(InputError, match="Tokens for 2 classes, where there are 5"):
+    with pytest.raises(InputError, match="Tokens for 2 classes; expected 5"):
         build_context(clip, NAMES).by_class(torch.zeros(2, 4, 64))

@@ -28,7 +28,7 @@ QUICK = CoOpSettings(epochs=6, batch=4, lr=0.05)
 
 
 class Fake:
-    """A context without a text tower: the class's own vector, moved by a fixed map of the tokens."""
+    """A context without a text tower: the class's own vector plus a linear map of the tokens."""
 
     def __init__(self, classes: int = 3, tokens: int = 4, width: int = 6, dim: int = 8) -> None:
         noise = torch.Generator().manual_seed(0)
@@ -63,13 +63,13 @@ def tiny():
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
-    """Six small pictures of each class, a colour to each, in folders named after it."""
+    """Six small images of each class, one colour per class, in folders named after it."""
     noise = np.random.default_rng(0)
-    for place, name in enumerate(NAMES):
+    for channel, name in enumerate(NAMES):
         (tmp_path / "photos" / name).mkdir(parents=True)
         for number in range(6):
             pixels = noise.integers(0, 90, (40, 40, 3), dtype=np.uint8)
-            pixels[..., place] += 150
+            pixels[..., channel] += 150
             Image.fromarray(pixels).save(tmp_path / "photos" / name / f"{number}.png")
     return tmp_path / "photos"
 
@@ -91,7 +91,7 @@ def test_the_loss_falls_and_the_training_images_are_learned(class_specific) -> N
 def test_one_epoch_is_torch_s_own_sgd_on_the_same_batches() -> None:
     features, labels = images(views=1)
     task = fake_task()
-    settings = replace(QUICK, epochs=3, batch=24, warmup_epochs=1)  # one batch an epoch, so that order is no matter
+    settings = replace(QUICK, epochs=3, batch=24, warmup_epochs=1)  # one batch per epoch, so that order does not matter
     learned = train(task, features, labels, settings)
     tokens = coop._start(task.context, 3, settings).tokens.requires_grad_()
     optimiser = torch.optim.SGD([tokens], lr=1.0, momentum=0.9, weight_decay=5e-4)
@@ -179,11 +179,11 @@ def test_a_checkpoint_of_another_training_is_refused(tmp_path) -> None:
     with pytest.raises(InputError, match="other images"):
         resume(features=features.flip(-1))
     save_prompt(path, torch.zeros(4, 6), classnames=NAMES, encoder="fake")
-    with pytest.raises(InputError, match="not a checkpoint"):
+    with pytest.raises(InputError, match="not a training checkpoint"):
         resume()
 
 
-def test_views_are_drawn_anew_every_epoch_by_the_seed() -> None:
+def test_views_are_drawn_again_every_epoch_by_the_seed() -> None:
     features, labels = images(views=4)
     task = fake_task()
     several = train(task, features, labels, QUICK)
@@ -203,10 +203,10 @@ def test_training_starts_from_random_tokens_or_from_the_words() -> None:
         coop._start(context, 3, CoOpSettings(init="a photo of a", n_ctx=5))
 
 
-def test_what_cannot_be_trained_is_refused() -> None:
+def test_untrainable_input_is_refused() -> None:
     features, labels = images()
     task = fake_task()
-    with pytest.raises(MissingPart, match="offers no way"):
+    with pytest.raises(MissingPart, match="no differentiable text tower"):
         train(replace(task, context=None), features, labels, QUICK)
     with pytest.raises(InputError, match="24 whole numbers"):
         train(task, features, labels[:5], QUICK)
@@ -240,7 +240,7 @@ def test_the_real_text_tower_learns(tiny) -> None:
 # few shots
 
 
-def test_few_shots_are_so_many_of_every_class_and_the_seed_s_alone() -> None:
+def test_few_shots_are_balanced_and_depend_on_the_seed_alone() -> None:
     labels = torch.tensor([0, 1, 2] * 30 + [1] * 10 + [2])
     chosen = few_shot(labels, 16, seed=1)
     assert torch.bincount(labels[chosen]).tolist() == [16, 16, 16]
@@ -248,8 +248,8 @@ def test_few_shots_are_so_many_of_every_class_and_the_seed_s_alone() -> None:
     assert torch.equal(chosen, chosen.unique())
     assert not torch.equal(chosen, few_shot(labels, 16, seed=2))
     without = few_shot(labels[labels != 0], 16, seed=1)  # the draw of a class does not depend on the others
-    places = (labels != 0).nonzero().squeeze(1)[without]
-    assert torch.equal(places, chosen[labels[chosen] != 0])
+    indices = (labels != 0).nonzero().squeeze(1)[without]
+    assert torch.equal(indices, chosen[labels[chosen] != 0])
 
 
 def test_a_class_with_fewer_images_gives_all_of_them() -> None:
@@ -261,7 +261,7 @@ def test_a_class_with_fewer_images_gives_all_of_them() -> None:
 
 
 def published(path: Path, tokens: torch.Tensor, prefix: str = "", classes: int = 3) -> Path:
-    """A file as Dassl writes it: weights, and beside them an optimiser, its schedule and a score."""
+    """A file in Dassl's format: weights, an optimiser, its schedule and a score."""
     width = tokens.shape[-1]
     state = OrderedDict(
         [
@@ -342,7 +342,7 @@ def _newer(path: Path) -> None:
     save_file({"ctx": torch.zeros(3, 4)}, path, {"format": "testtime.prompt", "version": "9"})
 
 
-def _bare(path: Path) -> None:
+def _without_metadata(path: Path) -> None:
     save_file({"ctx": torch.zeros(3, 4)}, path, {"format": "testtime.prompt", "version": "1"})
 
 
@@ -355,25 +355,25 @@ def _nan(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("write", "name", "said"),
+    ("write", "name", "expected"),
     [
-        (_text, "p.pth", "is no prompt"),
+        (_text, "p.pth", "is not a prompt"),
         (_text, "p.safetensors", "not a safetensors file"),
         (_other, "p.pth", r"no learned tokens 'ctx' \(weight\)"),
         (_list, "p.pth", "holds a list"),
         (_features, "p.safetensors", "no learned tokens 'ctx'"),
         (_session, "p.safetensors", "holds 'testtime.session'"),
         (_newer, "p.safetensors", "version 9"),
-        (_bare, "p.safetensors", "is damaged"),
+        (_without_metadata, "p.safetensors", "is damaged"),
         (_flat, "p.pth", r"got \(4,\)"),
         (_nan, "p.pth", "NaN or infinity"),
         (Path.mkdir, "folder", "is a folder"),
         (lambda path: None, "missing.safetensors", "No prompt file"),
     ],
 )
-def test_files_that_are_no_prompt_say_so(tmp_path, write, name, said) -> None:
+def test_files_that_are_not_prompts_are_refused(tmp_path, write, name, expected) -> None:
     write(tmp_path / name)
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=expected):
         load_prompt(tmp_path / name)
 
 
@@ -383,7 +383,7 @@ def test_files_that_are_no_prompt_say_so(tmp_path, write, name, said) -> None:
 def test_a_task_takes_its_prototypes_and_its_start_from_a_prompt(tiny, tmp_path) -> None:
     tokens = 0.02 * torch.randn(7, 64)
     path = save_prompt(tmp_path / "p.safetensors", tokens, classnames=NAMES, encoder="tiny")
-    task = tt.build_task(tiny, ["wolf", "owl"], prompts=f"coop:{path}")  # general prompts serve other classes too
+    task = tt.build_task(tiny, ["wolf", "owl"], prompts=f"coop:{path}")  # general prompts work for other classes too
     context = build_context(tiny, ["wolf", "owl"], words=coop.blank_words(7))
     assert torch.equal(task.text, context(tokens)) and task.scale == tiny.scale
     assert task.context is not None and torch.equal(task.context.start, tokens)
@@ -415,7 +415,7 @@ def test_class_specific_tokens_follow_their_class_s_name(tiny, tmp_path) -> None
         tt.build_task(tiny, ["fox", "cat"], prompts=f"coop:{theirs}")
 
 
-def test_prompts_that_do_not_fit_say_so(tiny, tmp_path) -> None:
+def test_prompts_that_do_not_fit_are_refused(tiny, tmp_path) -> None:
     path = published(tmp_path / "p.pth", torch.zeros(4, 512))
     with pytest.raises(InputError, match="width 512, the text tower of 'tiny' of 64"):
         tt.build_task(tiny, NAMES, prompts=f"coop:{path}")
@@ -435,25 +435,25 @@ def test_prompts_are_trained_and_used_through_the_command_line(cli, photos, tmp_
     out = tmp_path / "p.safetensors"
     common = ("--classes", "cat,dog,fox", "--encoder", "tiny")
     learn = ("train-prompts", photos, *common, "--shots", 4, "--epochs", 5, "--set", "lr=0.02", "--set", "batch=6")
-    code, _, said = cli(*learn, "--out", out)
-    assert code == 0 and "epoch 5 of 5: loss" in said and "12 images of 3 classes" in said
+    code, _, err = cli(*learn, "--out", out)
+    assert code == 0 and "epoch 5 of 5: loss" in err and "12 images of 3 classes" in err
     prompt = load_prompt(out)
     assert prompt.epoch == 5 and prompt.tokens.shape == (4, 64) and prompt.classnames == NAMES
 
-    code, _, said = cli(*learn, "--out", out)
-    assert code == 2 and "--resume" in said
-    code, _, said = cli(*learn, "--out", out, "--resume")
-    assert code == 0 and "no epochs left" in said
-    code, _, said = cli(*learn, "--out", out, "--resume", "--set", "lr=0.1")
-    assert code == 2 and "lr=0.02, not 0.1" in said
+    code, _, err = cli(*learn, "--out", out)
+    assert code == 2 and "--resume" in err
+    code, _, err = cli(*learn, "--out", out, "--resume")
+    assert code == 0 and "no epochs left" in err
+    code, _, err = cli(*learn, "--out", out, "--resume", "--set", "lr=0.1")
+    assert code == 2 and "lr=0.02, not 0.1" in err
 
     for method in ("zeroshot", "dpe", "tpt"):  # tpt starts from the learned tokens
         rows = tmp_path / f"{method}.csv"
-        code, _, said = cli("run", photos, *common, "--method", method, "--prompts", f"coop:{out}", "--out", rows)
-        assert code == 0 and "accuracy on 18 images" in said
+        code, _, err = cli("run", photos, *common, "--method", method, "--prompts", f"coop:{out}", "--out", rows)
+        assert code == 0 and "accuracy on 18 images" in err
         with open(rows, newline="") as file:
             assert len(list(csv.DictReader(file))) == 18
-    code, _, said = cli("encode", photos, *common, "--prompts", f"coop:{out}", "--out", tmp_path / "f.safetensors")
+    code, _, err = cli("encode", photos, *common, "--prompts", f"coop:{out}", "--out", tmp_path / "f.safetensors")
     assert code == 0
     text = tt.build_task(tt.load_encoder("tiny"), NAMES, prompts=f"coop:{out}").text
     assert torch.equal(tt.Features(tmp_path / "f.safetensors").text, text)
@@ -463,15 +463,15 @@ def test_a_split_names_the_training_images(cli, photos, tmp_path) -> None:
     rows = [[f"{name}/{i}.png", label, name] for label, name in enumerate(NAMES) for i in range(6)]
     (tmp_path / "split.json").write_text(json.dumps({"train": rows, "val": [], "test": []}))
     learn = ("train-prompts", "--split", tmp_path / "split.json", "--encoder", "tiny", "--shots", 2, "--epochs", 2)
-    code, _, said = cli(*learn, "--root", photos, "--out", tmp_path / "p.safetensors", "--set", "class_specific=yes")
-    assert code == 0 and "6 images of 3 classes" in said
+    code, _, err = cli(*learn, "--root", photos, "--out", tmp_path / "p.safetensors", "--set", "class_specific=yes")
+    assert code == 0 and "6 images of 3 classes" in err
     assert load_prompt(tmp_path / "p.safetensors").tokens.shape == (3, 4, 64)
     (tmp_path / "empty").mkdir()
-    code, _, said = cli(*learn, "--root", tmp_path / "empty", "--out", tmp_path / "q.safetensors")
-    assert code == 2 and "give the folder that the split's paths start from" in said
+    code, _, err = cli(*learn, "--root", tmp_path / "empty", "--out", tmp_path / "q.safetensors")
+    assert code == 2 and "give the folder that the split's paths start from" in err
     (tmp_path / "split.json").write_text("[]")
-    code, _, said = cli(*learn, "--root", photos, "--out", tmp_path / "q.safetensors")
-    assert code == 2 and "is not a split file" in said
+    code, _, err = cli(*learn, "--root", photos, "--out", tmp_path / "q.safetensors")
+    assert code == 2 and "is not a split file" in err
 
 
 def test_words_set_the_number_of_tokens(cli, photos, tmp_path) -> None:
@@ -484,7 +484,7 @@ def test_words_set_the_number_of_tokens(cli, photos, tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected"),
     [
         (["--classes", "cat,owl"], "No training images of 'owl'"),
         (["--classes", "cat,dog", "--set", "shotss=2"], "Did you mean 'shots'"),
@@ -493,18 +493,18 @@ def test_words_set_the_number_of_tokens(cli, photos, tmp_path) -> None:
         (["--classes", "cat,dog", "--split", "x.json"], "one of the two"),
     ],
 )
-def test_mistakes_in_training_are_told_in_a_line(cli, photos, tmp_path, arguments, said) -> None:
-    code, _, told = cli("train-prompts", photos, "--encoder", "tiny", "--out", tmp_path / "p.safetensors", *arguments)
-    assert code == 2 and said in told and not (tmp_path / "p.safetensors").exists()
+def test_mistakes_in_training_are_reported_in_one_line(cli, photos, tmp_path, arguments, expected) -> None:
+    code, _, err = cli("train-prompts", photos, "--encoder", "tiny", "--out", tmp_path / "p.safetensors", *arguments)
+    assert code == 2 and expected in err and not (tmp_path / "p.safetensors").exists()
 
 
-def test_an_image_that_cannot_be_read_is_skipped_and_told(cli, photos, tmp_path) -> None:
+def test_an_unreadable_image_is_skipped_and_reported(cli, photos, tmp_path) -> None:
     (photos / "cat" / "0.png").write_bytes(b"no image")
     learn = ("train-prompts", photos, "--classes", "cat,dog,fox", "--encoder", "tiny", "--epochs", 1)
-    code, _, said = cli(*learn, "--out", tmp_path / "p.safetensors")
-    assert code == 0 and "skipped" in said and "17 images" in said
-    code, _, said = cli(*learn, "--out", tmp_path / "q.safetensors", "--strict")
-    assert code == 2 and "0.png" in said
+    code, _, err = cli(*learn, "--out", tmp_path / "p.safetensors")
+    assert code == 0 and "skipped" in err and "17 images" in err
+    code, _, err = cli(*learn, "--out", tmp_path / "q.safetensors", "--strict")
+    assert code == 2 and "0.png" in err
 
 
 def test_an_interrupted_command_resumes_to_the_same_prompt(cli, photos, tmp_path, monkeypatch) -> None:
@@ -512,10 +512,10 @@ def test_an_interrupted_command_resumes_to_the_same_prompt(cli, photos, tmp_path
     assert cli(*learn, "--out", tmp_path / "whole.safetensors")[0] == 0
     write, cut = coop._write, tmp_path / "cut.safetensors"
 
-    def write_and_break(path: Path, state: coop._State, *facts: object) -> Path:
+    def write_and_break(path: Path, state: coop._State, *rest: object) -> Path:
         if state.epoch == 3:
             raise KeyboardInterrupt
-        return write(path, state, *facts)
+        return write(path, state, *rest)
 
     with monkeypatch.context() as patched:
         patched.setattr(coop, "_write", write_and_break)
@@ -525,16 +525,16 @@ def test_an_interrupted_command_resumes_to_the_same_prompt(cli, photos, tmp_path
     assert torch.equal(load_prompt(cut).tokens, load_prompt(tmp_path / "whole.safetensors").tokens)
 
 
-def test_features_are_those_of_the_images_that_can_be_read_each_by_its_place(tiny, photos) -> None:
+def test_features_are_those_of_the_readable_images_by_index(tiny, photos) -> None:
     paths = sorted(photos.glob("*/*.png"))[:5]
     whole, _ = encode_images(tiny, paths, ViewPlan(3, seed=1))
     assert whole.shape == (5, 3, 32)
     paths[2].write_bytes(b"no image")
-    told, done = [], []
-    features, kept = encode_images(tiny, paths, ViewPlan(3, seed=1), on_skip=told.append, progress=done.append)
+    skipped, done = [], []
+    features, kept = encode_images(tiny, paths, ViewPlan(3, seed=1), on_skip=skipped.append, progress=done.append)
     assert kept == [0, 1, 3, 4] and torch.equal(features, whole[kept])
-    assert done == [1, 2, 3, 4, 5] and len(told) == 1 and "2.png" in told[0]
+    assert done == [1, 2, 3, 4, 5] and len(skipped) == 1 and "2.png" in skipped[0]
     with pytest.raises(InputError, match=r"2\.png"):
         encode_images(tiny, paths)
     with pytest.raises(InputError, match="None of the 1 images"):
-        encode_images(tiny, paths[2:3], on_skip=told.append)
+        encode_images(tiny, paths[2:3], on_skip=skipped.append)

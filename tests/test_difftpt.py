@@ -1,4 +1,4 @@
-"""DiffTPT with a stand-in for the diffusion model, and where its views come from."""
+"""DiffTPT with a fake diffusion model, and the sources of its views."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def stream_of(images: int, views: int, dtype: torch.dtype = torch.float64):
     return task, ops.unit(task.text[labels][:, None] + noise).to(dtype)
 
 
-def picture(seed: int = 0, size: tuple[int, int] = (40, 48)) -> Image.Image:
+def photo(seed: int = 0, size: tuple[int, int] = (40, 48)) -> Image.Image:
     random = np.random.default_rng(seed)
     return Image.fromarray(random.integers(0, 256, (*size, 3), dtype=np.uint8))
 
 
-class Stand:
-    """Stands in for a diffusion model: the image, brightened at random."""
+class FakeModel:
+    """A fake diffusion model: the image, posterized at random."""
 
     def __init__(self) -> None:
         self.seeds: list[int] = []
@@ -119,7 +119,7 @@ def test_a_variation_of_something_else_does_not_tune():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_it_keeps_every_promise(dtype):
+def test_it_passes_every_check(dtype):
     check_method(DiffTPT(steps=2), *stream_of(8, 12, dtype))
 
 
@@ -131,11 +131,11 @@ def test_settings_out_of_range_are_refused_by_name_and_value(name, value):
 
 
 def test_views_are_the_image_its_crops_and_its_variations():
-    encoder, stand, image = load_encoder("tiny"), Stand(), picture()
-    views = encoded(image, stand, 6, seed=3, index=2)
+    encoder, model, image = load_encoder("tiny"), FakeModel(), photo()
+    views = encoded(image, model, 6, seed=3, index=2)
     assert views.shape == (11, encoder.dim)
     assert_close(views[:6], encoded(image, None, 6, seed=3, index=2), "arithmetic")
-    drawn = Stand()(image, 5, stand.seeds[0])
+    drawn = FakeModel()(image, 5, model.seeds[0])
     assert_close(
         views[6:], encoder.encode_images(torch.stack([clean(d, encoder.preprocess) for d in drawn])), "arithmetic"
     )
@@ -144,41 +144,41 @@ def test_views_are_the_image_its_crops_and_its_variations():
 
 
 def test_variations_depend_on_seed_and_index_alone():
-    looks, stand, image = load_encoder("tiny").preprocess, Stand(), picture()
+    preprocess, model, image = load_encoder("tiny").preprocess, FakeModel(), photo()
 
     def views(seed, index):
-        return variation_views(looks, image, ViewPlan(7, seed=seed, variations=stand), index)
+        return variation_views(preprocess, image, ViewPlan(7, seed=seed, variations=model), index)
 
     assert torch.equal(views(1, 5), views(1, 5))
-    assert len({(views(s, i), stand.seeds[-1])[1] for s in (0, 1) for i in (0, 1, 2)}) == 6
+    assert len({(views(s, i), model.seeds[-1])[1] for s in (0, 1) for i in (0, 1, 2)}) == 6
 
 
 def test_an_image_without_crops_has_no_variations():
-    looks, stand = load_encoder("tiny").preprocess, Stand()
-    assert len(variation_views(looks, picture(), ViewPlan(1, variations=stand), 0)) == 0 and not stand.seeds
-    assert len(variation_views(looks, picture(), ViewPlan(5), 0)) == 0
-    assert len(encoded(picture(), stand, 1)) == 1
+    preprocess, model = load_encoder("tiny").preprocess, FakeModel()
+    assert len(variation_views(preprocess, photo(), ViewPlan(1, variations=model), 0)) == 0 and not model.seeds
+    assert len(variation_views(preprocess, photo(), ViewPlan(5), 0)) == 0
+    assert len(encoded(photo(), model, 1)) == 1
 
 
 def test_too_few_variations_are_refused():
-    with pytest.raises(InputError, match="3 variations were asked for, and 0 came"):
-        encoded(picture(), lambda image, count, seed: [], 4)
+    with pytest.raises(InputError, match="Expected 3 variations; got 0"):
+        encoded(photo(), lambda image, count, seed: [], 4)
 
 
 def test_ready_made_variations_are_found_by_the_images_name(tmp_path):
-    picture().save(tmp_path / "dog1.jpg")
+    photo().save(tmp_path / "dog1.jpg")
     (tmp_path / "drawn" / "dog1").mkdir(parents=True)
     for i in (2, 0, 1):
-        picture(10 + i).save(tmp_path / "drawn" / "dog1" / f"{i:02d}.png")
+        photo(10 + i).save(tmp_path / "drawn" / "dog1" / f"{i:02d}.png")
     (tmp_path / "drawn" / "dog1" / "notes.txt").write_text("no image")
     image, source = read_image(tmp_path / "dog1.jpg"), FolderVariations(tmp_path / "drawn")
     found = source(image, 2, 0)
-    assert [np.array(one).tolist() for one in found] == [np.array(picture(10 + i)).tolist() for i in (0, 1)]
+    assert [np.array(variation).tolist() for variation in found] == [np.array(photo(10 + i)).tolist() for i in (0, 1)]
     with pytest.raises(InputError, match="holds 3 variations of .*dog1.jpg', 4 are needed"):
         source(image, 4, 0)
     with pytest.raises(InputError, match="has no path"):
-        source(picture(), 1, 0)
-    picture().save(tmp_path / "cat.jpg")
+        source(photo(), 1, 0)
+    photo().save(tmp_path / "cat.jpg")
     with pytest.raises(InputError, match="holds 0 variations"):
         source(read_image(tmp_path / "cat.jpg"), 1, 0)
     with pytest.raises(InputError, match="No folder of variations"):
@@ -188,7 +188,7 @@ def test_ready_made_variations_are_found_by_the_images_name(tmp_path):
 def test_images_of_one_name_in_two_folders_have_variations_of_their_own(tmp_path):
     for name, seed in {"photos/cat/1": 0, "photos/dog/1": 1, "drawn/cat/1/a": 2, "drawn/dog/1/a": 3}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        picture(seed).save(tmp_path / f"{name}.png")
+        photo(seed).save(tmp_path / f"{name}.png")
     source, photos = FolderVariations(tmp_path / "drawn"), tmp_path / "photos"
     paths = [photos / "cat" / "1.png", photos / "dog" / "1.png"]
     source.check(paths, 1)
@@ -198,7 +198,7 @@ def test_images_of_one_name_in_two_folders_have_variations_of_their_own(tmp_path
 
 def test_two_images_cannot_share_their_variations(tmp_path):
     (tmp_path / "1").mkdir()
-    picture().save(tmp_path / "1" / "a.png")
+    photo().save(tmp_path / "1" / "a.png")
     with pytest.raises(InputError, match="would hold the variations of both 'cat/1.png' and 'dog/1.png'"):
         FolderVariations(tmp_path).check([Path("cat/1.png"), Path("dog/1.png")], 1)
 
@@ -208,10 +208,10 @@ def pets(tmp_path):
     """Four images in `photos`, and three variations of each in `drawn`."""
     for number, name in enumerate(("cat/1", "cat/2", "dog/1", "dog/2")):
         (tmp_path / "photos" / name).parent.mkdir(parents=True, exist_ok=True)
-        picture(number).save(tmp_path / "photos" / f"{name}.png")
+        photo(number).save(tmp_path / "photos" / f"{name}.png")
         (tmp_path / "drawn" / name).mkdir(parents=True)
         for i in range(3):
-            picture(10 * number + i).save(tmp_path / "drawn" / name / f"{i}.png")
+            photo(10 * number + i).save(tmp_path / "drawn" / name / f"{i}.png")
     return tmp_path
 
 
@@ -227,7 +227,7 @@ def test_a_session_encodes_variations_beside_crops(pets):
         assert_close(logits, DiffTPT().step(task, State(), ops.unit(views))[0], "stream")
 
 
-def test_a_saved_session_goes_on_with_its_variations_only(pets):
+def test_a_saved_session_resumes_with_its_variations_only(pets):
     encoder, source = load_encoder("tiny"), FolderVariations(pets / "drawn")
     task = build_task(encoder, NAMES, context=True)
     session = Session(task, "difftpt", encoder=encoder, views=4, variations=source)
@@ -256,14 +256,14 @@ def test_the_command_line_runs_it_on_ready_made_variations(cli, pets):
     features = Features(store)
     assert features.views == 7 and features.metadata["variations"] == str(pets / "drawn")
     shards = ["encode", pets / "photos", *common, "--shard", 2, "--out", pets / "shards"]
-    for _ in range(2):  # finished shards are known again
+    for _ in range(2):  # finished shards are recognised
         assert cli(*shards).code == 0
     assert Features(pets / "shards").views == 7
 
 
 def test_missing_variations_are_an_error_before_anything_is_encoded(cli, pets):
     common = ["run", pets / "photos", "--encoder", "tiny", "--classes", "cat,dog", "--method", "difftpt"]
-    refused = cli(*common, "--variations", pets / "drawn")  # as many as the paper, where nothing else is said
+    refused = cli(*common, "--variations", pets / "drawn")  # the paper's number, by default
     assert refused.code == 2 and "holds 3 variations of" in refused.err and "63 are needed" in refused.err
     shutil.rmtree(pets / "drawn" / "dog" / "2")
     refused = cli(*common, "--variations", pets / "drawn", "--views", 3)
@@ -284,12 +284,12 @@ def test_the_command_line_draws_variations(cli, pets, pipeline):
     assert [call["generator"][0].initial_seed() for call in pipeline.calls[2:]] == drawn and len(set(drawn)) == 2
 
 
-def test_the_diffusion_model_sees_the_whole_image_squeezed_without_anti_aliasing():
+def test_the_diffusion_model_gets_the_whole_image_squashed_without_anti_aliasing():
     pixels = variation_pixels(Image.new("L", (300, 100), 128))
     assert pixels.shape == (1, 3, 224, 224)
     grey = (128 / 255 - torch.tensor(diffusion.MEAN)) / torch.tensor(diffusion.DEVIATION)
     assert_close(pixels.mean((0, 2, 3)), grey, "arithmetic")
-    # a dot in 100 pixels: without anti-aliasing it is met in full or missed, and never spread over a pixel as grey
+    # a dot in 100 pixels: without anti-aliasing it is sampled in full or missed, never averaged to grey
     dots = np.zeros((2240, 2240), np.uint8)
     dots[::10, ::10] = 255
     seen = variation_pixels(Image.fromarray(dots))[0, 0]
@@ -298,7 +298,7 @@ def test_the_diffusion_model_sees_the_whole_image_squeezed_without_anti_aliasing
 
 
 class Pipeline:
-    """Stands in for the library's pipeline: same names, and what it was called with."""
+    """A fake of the library's pipeline: same names; records its calls."""
 
     calls: list[dict] = []
 
@@ -317,7 +317,7 @@ class Pipeline:
 
     def __call__(self, image, **options):
         self.calls.append({"image": image, **options})
-        return type("Output", (), {"images": [picture(int(g.initial_seed()) % 1000) for g in options["generator"]]})
+        return type("Output", (), {"images": [photo(int(g.initial_seed()) % 1000) for g in options["generator"]]})
 
 
 @pytest.fixture
@@ -328,19 +328,19 @@ def pipeline(monkeypatch):
     return Pipeline
 
 
-def test_diffusers_is_asked_with_the_papers_guidance_in_batches(pipeline):
+def test_diffusers_is_called_with_the_papers_guidance_in_batches(pipeline):
     source = DiffusersVariations(batch=4)
     assert pipeline.options == {"weights": diffusion.WEIGHTS, "torch_dtype": torch.float32, "revision": "v2.0"}
-    drawn = source(picture(), 10, 5)
+    drawn = source(photo(), 10, 5)
     assert len(drawn) == 10
     assert [call["num_images_per_prompt"] for call in pipeline.calls] == [4, 4, 2]
     assert {call["guidance_scale"] for call in pipeline.calls} == {3.0}
     assert all(call["image"].shape == (1, 3, 224, 224) for call in pipeline.calls)
-    fewer = DiffusersVariations(batch=3)(picture(), 5, 5)
-    assert all(np.array_equal(a, b) for a, b in zip(fewer, drawn, strict=False)), "however many at once"
+    fewer = DiffusersVariations(batch=3)(photo(), 5, 5)
+    assert all(np.array_equal(a, b) for a, b in zip(fewer, drawn, strict=False)), "whatever the batch size"
 
 
-def test_a_diffusion_model_that_is_not_there_is_named(pipeline):
+def test_a_missing_diffusion_model_is_named(pipeline):
     with pytest.raises(MissingPart, match="Cannot load the diffusion model 'nowhere': nowhere is not a local folder$"):
         DiffusersVariations("nowhere")
     with pytest.raises(InputError, match="batch=0"):
@@ -357,6 +357,6 @@ def test_without_diffusers_the_way_out_is_named():
 def test_the_library_takes_what_we_pass(pipeline):
     from diffusers import StableDiffusionImageVariationPipeline as real
 
-    DiffusersVariations()(picture(), 1, 0)
+    DiffusersVariations()(photo(), 1, 0)
     accepted = inspect.signature(real.__call__).parameters
     assert set(pipeline.calls[0]) <= set(accepted)

@@ -1,4 +1,4 @@
-"""Views drawn all at once are those drawn one by one, to the last bit."""
+"""Views drawn all at once equal those drawn one by one, bit for bit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def sample_views(
     augmix: bool = False,
     scale: tuple[float, float] = (0.08, 1.0),
 ) -> list[ViewParameters]:
-    """What is random about each view, drawn one by one with the numbers in the order in which they are needed."""
+    """Random parameters of each view, drawn one by one in the order in which they are needed."""
     sampled = []
     for row in range(1, count):
         key = np.array([seed, index], dtype=np.uint64)

@@ -1,4 +1,4 @@
-"""Encoding into a store: once, in shards, gone on with where it was stopped."""
+"""Encoding into a store: once, in shards, resumed where it stopped."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def task(encoder):
 
 @pytest.fixture
 def paths(tmp_path) -> list[Path]:
-    """Seven images, of which the third is none."""
+    """Seven files; the third is not an image."""
     made = [tmp_path / f"{n}.png" for n in range(7)]
     for number, path in enumerate(made):
         Image.effect_noise((40, 30), 50 + number).convert("RGB").save(path)
@@ -49,15 +49,15 @@ def sizes(monkeypatch, encoder) -> list[int]:
 
 
 @pytest.mark.parametrize("views", [1, 5, 20])
-def test_few_views_pass_the_encoder_together_however_many_there_are(sizes, encoder, task, paths, tmp_path, views):
+def test_the_encoder_gets_few_views_at_a_time_however_many_there_are(sizes, encoder, task, paths, tmp_path, views):
     encoding.encode(encoder, task, paths, tmp_path / "f", ViewPlan(views), on_skip=lambda line: None)
     assert max(sizes) <= ROWS and sum(sizes) == 6 * views
 
 
-def test_progress_is_told_of_every_image_readable_or_not(encoder, task, paths, tmp_path):
-    told: list[int] = []
-    encoding.encode(encoder, task, paths, tmp_path / "f", PLAN, on_skip=lambda line: None, progress=told.append)
-    assert told == [1, 2, 3, 4, 5, 6, 7]
+def test_progress_counts_every_image_readable_or_not(encoder, task, paths, tmp_path):
+    counts: list[int] = []
+    encoding.encode(encoder, task, paths, tmp_path / "f", PLAN, on_skip=lambda line: None, progress=counts.append)
+    assert counts == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_a_store_holds_the_features_of_the_images_that_can_be_read(encoder, task, paths, tmp_path):
@@ -74,38 +74,36 @@ def test_a_store_holds_the_features_of_the_images_that_can_be_read(encoder, task
     assert_close(store.read(0, 6), torch.stack(entries), "arithmetic")
 
 
-def test_an_unreadable_image_is_raised_where_nobody_asks_to_skip_it(encoder, task, paths, tmp_path):
+def test_an_unreadable_image_is_raised_without_on_skip(encoder, task, paths, tmp_path):
     with pytest.raises(InputError, match="2.png"):
         encoding.encode(encoder, task, paths, tmp_path / "f", PLAN)
     assert not (tmp_path / "f").exists()
 
 
-def test_nothing_is_written_where_no_image_can_be_read(encoder, task, tmp_path):
+def test_nothing_is_written_if_no_image_can_be_read(encoder, task, tmp_path):
     with pytest.raises(InputError, match="None of the 2 images could be read"):
         encoding.encode(encoder, task, [tmp_path / "a", tmp_path / "b"], tmp_path / "f", on_skip=lambda line: None)
     assert not (tmp_path / "f").exists()
 
 
 @pytest.mark.parametrize("shard", [1, 2, 3, 7, 9])
-def test_shards_hold_the_features_of_one_file_to_the_last_bit(encoder, task, paths, tmp_path, shard):
-    for place, size in (("one", None), ("many", shard)):
+def test_shards_equal_a_single_file_bitwise(encoder, task, paths, tmp_path, shard):
+    for name, size in (("one", None), ("many", shard)):
         encoding.encode(
-            encoder, task, paths, tmp_path / place, PLAN, dtype=torch.float32, shard=size, on_skip=lambda line: None
+            encoder, task, paths, tmp_path / name, PLAN, dtype=torch.float32, shard=size, on_skip=lambda line: None
         )
     one, many = Features(tmp_path / "one"), Features(tmp_path / "many")
     assert torch.equal(one.read(0, 6), many.read(0, 6)) and one.images == many.images
 
 
 @pytest.mark.parametrize("lost", [(0,), (1, 2), (0, 1, 2, 3)])
-def test_only_shards_that_are_missing_are_encoded_and_to_the_same_bytes(
-    encoder, task, paths, tmp_path, sizes, lost
-) -> None:
-    told: list[int] = []
+def test_only_missing_shards_are_encoded_and_to_the_same_bytes(encoder, task, paths, tmp_path, sizes, lost) -> None:
+    counts: list[int] = []
 
     def encode() -> int:
         return encoding.encode(
             encoder, task, paths, tmp_path / "f", PLAN,
-            shard=2, resume=True, on_skip=lambda line: None, progress=told.append,
+            shard=2, resume=True, on_skip=lambda line: None, progress=counts.append,
         )  # fmt: skip
 
     assert encode() == 6
@@ -113,11 +111,11 @@ def test_only_shards_that_are_missing_are_encoded_and_to_the_same_bytes(
     before = [shard.read_bytes() for shard in shards]
     for number in lost:
         shards[number].unlink()
-    sizes.clear(), told.clear()
+    sizes.clear(), counts.clear()
     assert encode() == 6
     assert [shard.read_bytes() for shard in shards] == before
-    images = sum(2 if number in (0, 2) else 1 for number in lost)  # the third of seven is none
-    assert sum(sizes) == 3 * images and told[-1] == 7
+    images = sum(2 if number in (0, 2) else 1 for number in lost)  # the third of seven is not an image
+    assert sum(sizes) == 3 * images and counts[-1] == 7
     sizes.clear()
     assert encode() == 6 and sizes == []
 

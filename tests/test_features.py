@@ -1,4 +1,4 @@
-"""The feature store: written once, read lazily, and refused where it is damaged."""
+"""The feature store: written once, read lazily, refused if damaged."""
 
 from __future__ import annotations
 
@@ -37,34 +37,34 @@ def file(parts, tmp_path):
     return write
 
 
-# --- files of tensors ---
+# --- tensor files ---
 
 
 TENSORS = {"b": torch.arange(5.0), "a": torch.arange(6).view(2, 3), "c": torch.randn(3, 4, 2).half()}
-FACTS = {"seed": "3", "encoder": "tiny", "classnames": '["Katze", "Gänse", "狐"]', "note": ""}
+METADATA = {"seed": "3", "encoder": "tiny", "classnames": '["Katze", "Gänse", "狐"]', "note": ""}
 
 
 def test_the_same_tensors_and_metadata_give_the_same_bytes_in_any_order(tmp_path):
-    first = write_tensors(tmp_path / "a", TENSORS, FACTS).read_bytes()
+    first = write_tensors(tmp_path / "a", TENSORS, METADATA).read_bytes()
     for turn in range(1, 4):
-        facts = dict(list(FACTS.items())[turn:] + list(FACTS.items())[:turn])
+        metadata = dict(list(METADATA.items())[turn:] + list(METADATA.items())[:turn])
         tensors = dict(list(TENSORS.items())[turn % 3 :] + list(TENSORS.items())[: turn % 3])
-        assert write_tensors(tmp_path / "b", tensors, facts).read_bytes() == first
-    assert write_tensors(tmp_path / "b", TENSORS, FACTS | {"seed": "4"}).read_bytes() != first
+        assert write_tensors(tmp_path / "b", tensors, metadata).read_bytes() == first
+    assert write_tensors(tmp_path / "b", TENSORS, METADATA | {"seed": "4"}).read_bytes() != first
 
 
 @pytest.mark.parametrize("length", [*range(70), 1000])
-def test_the_numbers_of_a_file_begin_at_a_multiple_of_64(tmp_path, length):
-    path = write_tensors(tmp_path / "a", TENSORS, FACTS | {"note": length * "x"})
+def test_tensor_data_starts_at_a_multiple_of_64_bytes(tmp_path, length):
+    path = write_tensors(tmp_path / "a", TENSORS, METADATA | {"note": length * "x"})
     header = int.from_bytes(path.read_bytes()[:8], "little")
     assert (8 + header) % 64 == 0
     stored = load_file(path)
     assert stored.keys() == TENSORS.keys()
     assert all(torch.equal(stored[name], tensor) for name, tensor in TENSORS.items())
-    assert open_tensors(path).metadata() == FACTS | {"note": length * "x"}
+    assert open_tensors(path).metadata() == METADATA | {"note": length * "x"}
 
 
-def test_tensors_that_are_parts_or_turned_are_written_as_they_read(tmp_path):
+def test_slices_and_transposes_are_written_by_value(tmp_path):
     whole = torch.arange(24.0).view(4, 6)
     given = {"turned": whole.T, "part": whole[1:3, ::2], "same": whole[1:3, ::2]}
     stored = load_file(write_tensors(tmp_path / "a", given, {}))
@@ -74,7 +74,7 @@ def test_tensors_that_are_parts_or_turned_are_written_as_they_read(tmp_path):
 # --- round trips ---
 
 
-def test_what_is_written_is_read(parts, tmp_path):
+def test_written_features_are_read_back(parts, tmp_path):
     views, text, labels = parts
     path = save_features(
         tmp_path / "a.safetensors",
@@ -102,7 +102,7 @@ def test_what_is_written_is_read(parts, tmp_path):
     assert_close(task.text, text, "arithmetic")
 
 
-def test_half_precision_is_read_as_unit_rows_of_the_asked_precision(parts, tmp_path):
+def test_half_precision_is_read_as_unit_rows_of_the_requested_precision(parts, tmp_path):
     views, text, _ = parts
     store = Features(save_features(tmp_path / "a.safetensors", views.half(), text.half()))
     for dtype in (torch.float32, torch.float64):
@@ -220,20 +220,20 @@ def test_a_folder_without_an_index_is_refused(shards):
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"shards": 3}', '{"shards": [3]}', '{"shards": []}'])
-def test_an_index_that_is_none_is_refused(shards, content):
+def test_a_malformed_index_is_refused(shards, content):
     (shards / "index.json").write_text(content)
     with pytest.raises(FeatureError, match=r"index\.json"):
         Features(shards)
 
 
-# --- what cannot be used ---
+# --- unusable files ---
 
 
 @pytest.mark.parametrize(
     ("value", "what"),
     [(torch.nan, "hold NaN or infinity"), (-torch.inf, "hold NaN or infinity"), (0.0, "are all zero")],
 )
-def test_bad_features_are_found_when_read_and_named_by_place(parts, file, value, what):
+def test_bad_features_are_found_when_read_and_named_by_position(parts, file, value, what):
     views = parts[0].clone()
     views[7, 2] = value
     store = Features(file(views=views))
@@ -259,7 +259,7 @@ def test_bad_features_are_not_written(parts, tmp_path, value):
     [dict(labels=torch.zeros(3).long()), dict(classnames=["ant"]), dict(scale=-1.0)],
     ids=lambda w: list(w)[0],
 )
-def test_what_could_not_be_read_is_not_written(parts, tmp_path, wrong):
+def test_unreadable_files_are_not_written(parts, tmp_path, wrong):
     with pytest.raises(FeatureError):
         save_features(tmp_path / "a.safetensors", parts[0], parts[1], **wrong)
 
@@ -276,7 +276,7 @@ def test_text_that_does_not_fit_the_views_is_refused(file, text):
         Features(file(text=text))
 
 
-def test_views_that_are_no_floats_are_refused(file):
+def test_integer_views_are_refused(file):
     with pytest.raises(FeatureError, match="floating point"):
         Features(file(views=torch.ones(N, V, D, dtype=torch.int64))).read(0, 1)
 
@@ -302,7 +302,7 @@ def test_a_missing_file_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("names", ["ant, bee", '"ant"', '{"a": 1}', "["])
-def test_class_names_that_are_no_list_are_refused(file, names):
+def test_class_names_that_are_not_a_list_are_refused(file, names):
     with pytest.raises(FeatureError, match="'classnames' is not a JSON list"):
         Features(file({"classnames": names}))
 
@@ -313,7 +313,7 @@ def test_too_few_class_names_are_refused(file):
 
 
 @pytest.mark.parametrize("scale", ["", "large", "nan", "inf", "0", "-100"])
-def test_a_scale_that_is_no_positive_number_is_refused(file, scale):
+def test_a_scale_that_is_not_positive_is_refused(file, scale):
     with pytest.raises(FeatureError, match="'scale' must be a positive number"):
         Features(file({"scale": scale}))
 
@@ -332,12 +332,12 @@ def test_labels_of_another_shape_are_refused(file, labels):
         Features(file(labels=labels))
 
 
-def test_labels_that_are_no_whole_numbers_are_refused(file):
+def test_floating_point_labels_are_refused(file):
     with pytest.raises(FeatureError, match="whole numbers"):
         Features(file(labels=torch.zeros(N)))
 
 
-def test_unit_views_counts_from_where_the_stream_is():
+def test_unit_views_counts_from_the_position_in_the_stream():
     views = torch.ones(3, 2, D)
     views[1, 1] = 0
     with pytest.raises(FeatureError, match="image 101, view 1"):

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-# Triton asks whether to interpret when it is imported, so this needs a process of its own
+# Triton decides whether to interpret when it is imported, so this runs in its own process
 PROGRAM = """
 import json, sys
 import numpy as np, torch
@@ -25,36 +25,36 @@ from testtime.images.draw import NAMES, NOTHING, Mixes, draw
 from testtime.images.views import OPERATIONS
 
 found = {}
-looks = raw(16, 18)
+preprocess = raw(16, 18)
 images = [photo(40, 30), photo(21, 19, 1)]
-pictures = [fast.as_picture(image) for image in images]
+loaded = [fast.as_pixels(image) for image in images]
 for augmix in (False, True):
     sampled = [draw(image.size, 3, 16, seed=2, index=i, augmix=augmix) for i, image in enumerate(images)]
-    made = fast.grey_views(pictures, sampled, looks, kernels=True)
-    expected = torch.stack([plain.views(image, 3, looks, seed=2, index=i, augmix=augmix)
+    made = fast.grey_views(loaded, sampled, preprocess, kernels=True)
+    expected = torch.stack([plain.views(image, 3, preprocess, seed=2, index=i, augmix=augmix)
                             for i, image in enumerate(images)]) * 255
     found["AugMix" if augmix else "crops"] = (made - expected).abs().mean((2, 3, 4)).flatten().tolist()
 
 sampled = [draw(image.size, 3, 16, seed=2, index=i) for i, image in enumerate(images)]
-together = fast.grey_views(pictures, sampled, looks, kernels=True)
+together = fast.grey_views(loaded, sampled, preprocess, kernels=True)
 pixels.BUDGET, fast.LONGEST = 1, 39  # one after another, and the first by Pillow
-apart = fast.grey_views(pictures, sampled, looks, kernels=True)
+apart = fast.grey_views(loaded, sampled, preprocess, kernels=True)
 found["apart"] = (together - apart).abs().mean((1, 2, 3, 4)).tolist()
 
 amounts = [(name, amount) for name in NAMES for amount in AMOUNTS.get(name, (0,))]
 count = len(amounts)
 operations = np.full((count, 3, 3), NOTHING)
 operations[:, 0, 0] = [NAMES.index(name) for name, _ in amounts]
-much = np.zeros((count, 3, 3))
-much[:, 0, 0] = [amount for _, amount in amounts]
-only = Mixes(operations, much, np.tile([1.0, 0.0, 0.0], (count, 1)), np.zeros(count))
+values = np.zeros((count, 3, 3))
+values[:, 0, 0] = [amount for _, amount in amounts]
+only = Mixes(operations, values, np.tile([1.0, 0.0, 0.0], (count, 1)), np.zeros(count))
 image = photo(24, 24)
-grey = fast.as_picture(image).permute(2, 0, 1).float().repeat(1, count + 1, 1, 1, 1)
+grey = fast.as_pixels(image).permute(2, 0, 1).float().repeat(1, count + 1, 1, 1, 1)
 pixels.mix(grey, [only])
 for row, (name, amount) in enumerate(amounts, start=1):
     wanted = np.asarray(OPERATIONS[name](image, amount)).astype(float)
     found[f"{name} {amount}"] = [np.abs(grey[0, row].permute(1, 2, 0).numpy() - wanted).mean()]
-found["untouched"] = [float((grey[0, 0].permute(1, 2, 0) - fast.as_picture(image)).abs().max())]
+found["untouched"] = [float((grey[0, 0].permute(1, 2, 0) - fast.as_pixels(image)).abs().max())]
 print(json.dumps(found))
 """
 

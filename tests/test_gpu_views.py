@@ -27,9 +27,9 @@ AMOUNTS = {
 }
 
 
-def raw(size: int = 48, resize: int = 48, **looks: object) -> Preprocess:
+def raw(size: int = 48, resize: int = 48, **settings: object) -> Preprocess:
     """A preprocess that leaves pixels between 0 and 1."""
-    return Preprocess(size=size, resize=resize, mean=(0, 0, 0), std=(1, 1, 1), **looks)  # type: ignore[arg-type]
+    return Preprocess(size=size, resize=resize, mean=(0, 0, 0), std=(1, 1, 1), **settings)  # type: ignore[arg-type]
 
 
 def photo(width: int, height: int, seed: int = 0) -> Image.Image:
@@ -40,19 +40,21 @@ def photo(width: int, height: int, seed: int = 0) -> Image.Image:
     return Image.fromarray((smooth + random.normal(0, 6, smooth.shape)).clip(0, 255).astype(np.uint8))
 
 
-def views(image: Image.Image, count: int, looks: Preprocess, dtype: torch.dtype = torch.float32, **plan: int) -> Tensor:
+def views(
+    image: Image.Image, count: int, preprocess: Preprocess, dtype: torch.dtype = torch.float32, **plan: int
+) -> Tensor:
     """The clean view and `count - 1` random ones, as `plain.views` gives them."""
-    sampled = draw(image.size, count, looks.size, **plan)
-    return fast.normalise(fast.grey_views([fast.as_picture(image)], [sampled], looks)[0], looks, dtype)
+    sampled = draw(image.size, count, preprocess.size, **plan)
+    return fast.normalise(fast.grey_views([fast.as_pixels(image)], [sampled], preprocess)[0], preprocess, dtype)
 
 
-def operate(pictures: Tensor, operations: dict[int, Operation]) -> None:
-    """Carry out one operation on each of some pictures, in place."""
-    codes, amounts = np.full((len(pictures), 1, STEPS), NOTHING), np.zeros((len(pictures), 1, STEPS))
+def operate(images: Tensor, operations: dict[int, Operation]) -> None:
+    """Apply one operation to each of some images, in place."""
+    codes, amounts = np.full((len(images), 1, STEPS), NOTHING), np.zeros((len(images), 1, STEPS))
     for row, (name, amount) in operations.items():
         codes[row, 0, 0], amounts[row, 0, 0] = NAMES.index(name), amount
-    chains = Mixes(codes, amounts, np.ones((len(pictures), 1)), np.zeros(len(pictures)))
-    fast.operate(pictures, fast.plan_steps([chains], pictures.shape[-1])[0][0])
+    chains = Mixes(codes, amounts, np.ones((len(images), 1)), np.zeros(len(images)))
+    fast.operate(images, fast.plan_steps([chains], images.shape[-1])[0][0])
 
 
 def levels(first: Tensor, second: Tensor) -> Tensor:
@@ -63,22 +65,22 @@ def levels(first: Tensor, second: Tensor) -> Tensor:
 @pytest.mark.parametrize("extent", [(1, 1), (1, 9), (40, 60), (300, 200), (33, 470), (500, 375)])
 @pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
 def test_crops_are_pillows(extent: tuple[int, int], interpolation: str) -> None:
-    image, looks = photo(*extent), raw(interpolation=interpolation)
-    expected = plain.views(image, 16, looks, seed=1, index=2)
-    difference = levels(views(image, 16, looks, seed=1, index=2), expected)
+    image, preprocess = photo(*extent), raw(interpolation=interpolation)
+    expected = plain.views(image, 16, preprocess, seed=1, index=2)
+    difference = levels(views(image, 16, preprocess, seed=1, index=2), expected)
     assert difference.max() < 0.1
 
 
 @pytest.mark.parametrize(
-    "looks",
+    "preprocess",
     [raw(32, 40), raw(40, 32), raw(33, 20), raw(32, 37, mode="squash"), Preprocess(size=32, resize=32)],
 )
-def test_clean_view_is_pillows(looks: Preprocess) -> None:
+def test_clean_view_is_pillows(preprocess: Preprocess) -> None:
     for extent in ((200, 131), (64, 300), (20, 20)):
         image = photo(*extent)
-        ours, theirs = views(image, 1, looks, seed=0, index=0), plain.clean(image, looks)[None]
+        ours, theirs = views(image, 1, preprocess, seed=0, index=0), plain.clean(image, preprocess)[None]
         # for tall images Pillow resizes the columns first, and rounds in between
-        assert levels(ours, theirs).max() * min(looks.std) < (0.1 if extent != (64, 300) else 0.3)
+        assert levels(ours, theirs).max() * min(preprocess.std) < (0.1 if extent != (64, 300) else 0.3)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -86,31 +88,31 @@ def test_operation_is_pillows(name: str) -> None:
     for seed, amount in enumerate(AMOUNTS.get(name, (0,) * 4)):
         image = photo(48, 48, seed)
         expected = np.asarray(OPERATIONS[name](image, amount)).astype(float)
-        pictures = fast.as_picture(image).permute(2, 0, 1)[None].repeat(3, 1, 1, 1)
-        operate(pictures, {1: Operation(name, amount)})
-        assert np.abs(pictures[1].permute(1, 2, 0).numpy() - expected).mean() < 0.05
-        untouched = fast.as_picture(image).permute(2, 0, 1)
-        assert torch.equal(pictures[0], untouched) and torch.equal(pictures[2], untouched)
+        images = fast.as_pixels(image).permute(2, 0, 1)[None].repeat(3, 1, 1, 1)
+        operate(images, {1: Operation(name, amount)})
+        assert np.abs(images[1].permute(1, 2, 0).numpy() - expected).mean() < 0.05
+        untouched = fast.as_pixels(image).permute(2, 0, 1)
+        assert torch.equal(images[0], untouched) and torch.equal(images[2], untouched)
 
 
 @pytest.mark.parametrize("name", ["autocontrast", "equalize"])
 @pytest.mark.parametrize("colours", [[0], [255], [7, 8], [0, 100, 255]])
-def test_picture_of_few_levels_keeps_pillows_tables(name: str, colours: list[int]) -> None:
+def test_image_of_few_levels_has_pillows_tables(name: str, colours: list[int]) -> None:
     pixels = np.random.default_rng(0).choice(colours, (32, 32, 3)).astype(np.uint8)
     expected = np.asarray(OPERATIONS[name](Image.fromarray(pixels), 0))
-    pictures = torch.from_numpy(pixels).permute(2, 0, 1)[None].clone()
-    operate(pictures, {0: Operation(name, 0)})
-    assert np.array_equal(pictures[0].permute(1, 2, 0).numpy(), expected)
+    images = torch.from_numpy(pixels).permute(2, 0, 1)[None].clone()
+    operate(images, {0: Operation(name, 0)})
+    assert np.array_equal(images[0].permute(1, 2, 0).numpy(), expected)
 
 
 def test_all_operations_at_once_are_those_alone() -> None:
     image = photo(40, 40)
-    picture = fast.as_picture(image).permute(2, 0, 1)
+    pixels = fast.as_pixels(image).permute(2, 0, 1)
     chosen = {row: Operation(name, AMOUNTS.get(name, (0,))[0]) for row, name in enumerate(reversed(OPERATIONS))}
-    together = picture.repeat(len(chosen), 1, 1, 1)
+    together = pixels.repeat(len(chosen), 1, 1, 1)
     operate(together, chosen)
     for row, operation in chosen.items():
-        alone = picture[None].clone()
+        alone = pixels[None].clone()
         operate(alone, {0: operation})
         assert torch.equal(alone[0], together[row])
 
@@ -128,7 +130,7 @@ def test_augmix_views_are_pillows() -> None:
 def test_lower_precision_stays_within_a_level(augmix: bool, precision: torch.dtype, most: float) -> None:
     image = photo(300, 200)
     sampled = draw(image.size, 12, 48, seed=3, index=1, augmix=augmix)
-    grey = fast.grey_views([fast.as_picture(image)], [sampled], raw(), precision=precision)[0]
+    grey = fast.grey_views([fast.as_pixels(image)], [sampled], raw(), precision=precision)[0]
     assert grey.dtype == precision
     expected = plain.views(image, 12, raw(), seed=3, index=1, augmix=augmix)
     difference = levels(fast.normalise(grey, raw(), torch.float32), expected)
@@ -138,18 +140,18 @@ def test_lower_precision_stays_within_a_level(augmix: bool, precision: torch.dty
 def test_images_of_several_sizes_are_those_alone() -> None:
     images = [photo(90, 70), photo(64, 128, 1), photo(31, 33, 2)]
     sampled = [draw(image.size, 6, 48, seed=0, index=i, augmix=True) for i, image in enumerate(images)]
-    together = fast.grey_views([fast.as_picture(image) for image in images], sampled, raw())
+    together = fast.grey_views([fast.as_pixels(image) for image in images], sampled, raw())
     for row, image in enumerate(images):
-        alone = fast.grey_views([fast.as_picture(image)], [sampled[row]], raw())[0]
+        alone = fast.grey_views([fast.as_pixels(image)], [sampled[row]], raw())[0]
         assert (together[row] - alone).abs().mean() < 0.01
 
 
 def test_long_strip_goes_through_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
     image, short = photo(20, 400), photo(90, 70)
     sampled = [draw(each.size, 5, 48, seed=0, index=0) for each in (short, image)]
-    whole = fast.grey_views([fast.as_picture(each) for each in (short, image)], sampled, raw())
+    whole = fast.grey_views([fast.as_pixels(each) for each in (short, image)], sampled, raw())
     monkeypatch.setattr(fast, "LONGEST", 300)
-    strip = fast.grey_views([fast.as_picture(each) for each in (short, image)], sampled, raw())
+    strip = fast.grey_views([fast.as_pixels(each) for each in (short, image)], sampled, raw())
     assert (whole - strip).abs().mean() < 0.1
     expected = plain.views(image, 5, raw(), seed=0, index=0)
     assert torch.allclose(strip[1] / 255, expected)
@@ -157,19 +159,19 @@ def test_long_strip_goes_through_pillow(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_pixels_come_in_the_models_dtype_and_normalised() -> None:
-    image, looks = photo(60, 50), Preprocess(size=32, resize=32)
-    ours = views(image, 3, looks, seed=0, index=0, dtype=torch.bfloat16)
-    theirs = plain.views(image, 3, looks, seed=0, index=0)
+    image, preprocess = photo(60, 50), Preprocess(size=32, resize=32)
+    ours = views(image, 3, preprocess, seed=0, index=0, dtype=torch.bfloat16)
+    theirs = plain.views(image, 3, preprocess, seed=0, index=0)
     assert ours.dtype == torch.bfloat16
     assert torch.allclose(ours.float(), theirs, atol=0.03)
 
 
 @pytest.mark.parametrize("wrong", ["path", torch.zeros(3, 4, 4), torch.zeros(0, 4, 3, dtype=torch.uint8)])
-def test_what_is_no_picture_is_refused(wrong: object) -> None:
+def test_anything_but_an_image_is_refused(wrong: object) -> None:
     with pytest.raises(InputError, match="Expected|must be"):
-        fast.as_picture(wrong)  # type: ignore[arg-type]
+        fast.as_pixels(wrong)  # type: ignore[arg-type]
 
 
 def test_empty_image_is_refused() -> None:
-    with pytest.raises(InputError, match="nothing to see"):
-        fast.as_picture(Image.new("RGB", (0, 5)))
+    with pytest.raises(InputError, match="is empty"):
+        fast.as_pixels(Image.new("RGB", (0, 5)))

@@ -1,4 +1,4 @@
-"""Feature files with something wrong in them are read or refused, and are never a fault; see `fuzz_features.py`."""
+"""Damaged feature files are read or refused and never crash; see `fuzz_features.py`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from testtime import Features, toy
 from testtime.files import write_tensors
 from testtime.types import FeatureError, InputError
 
-# files that once were a fault: labels of odd types, halves of a text tower
+# cases that once crashed: labels of unusual dtypes, incomplete text towers
 FOUND = (31, 79, 99, 139, 190, 424, 465, 466, 480, 660, 679)
 
 
 @pytest.mark.parametrize("numbers", [FOUND, *(range(k, 140, 4) for k in range(4))])
 def test_a_file_is_used_or_refused(numbers, tmp_path, capsys) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of settings that overflow, which a file may give
+        warnings.simplefilter("ignore")  # settings in a file may overflow
         ends = {fuzz_features.use(fuzz_features.case(number, tmp_path), number) for number in numbers}
     assert ends <= {"used", "refused"} and "refused" in ends
 
@@ -37,7 +37,7 @@ DEEP, HALF = "[" * 100_000, '["a", "b", "c", "\\ud800"]'
 
 
 @pytest.mark.parametrize("text", [DEEP, HALF, "[" * 500 + "]" * 500, "[[], [], [], []]", "[null, 1, 2, 3]", "9" * 5000])
-def test_class_names_are_text_that_can_be_shown(parts, tmp_path, cli, text) -> None:
+def test_class_names_are_printable_text(parts, tmp_path, cli, text) -> None:
     path = write_tensors(tmp_path / "a.safetensors", parts, {"classnames": text})
     with pytest.raises(FeatureError, match="'classnames' is not a JSON list of names"):
         Features(path)
@@ -46,14 +46,14 @@ def test_class_names_are_text_that_can_be_shown(parts, tmp_path, cli, text) -> N
 
 @pytest.mark.parametrize("key", ["images", "positions"])
 @pytest.mark.parametrize("text", [DEEP, json.dumps(["\ud800"] * 6), "[1.5, 1, 1, 1, 1, 1]", "[true, 1, 1, 1, 1, 1]"])
-def test_what_is_said_of_each_image_is_a_list_of_its_kind(parts, tmp_path, key, text) -> None:
+def test_metadata_of_each_image_is_a_list_of_its_type(parts, tmp_path, key, text) -> None:
     path = write_tensors(tmp_path / "a.safetensors", parts, {key: text})
     with pytest.raises(FeatureError, match=f"'{key}' is not a JSON list with one"):
         Features(path)
 
 
-def test_images_whose_names_are_no_text_are_shown_on_a_page(parts, tmp_path, cli) -> None:
-    names = json.dumps([f"{n}\udcff.png" for n in range(6)])  # as the system gives a name that is no UTF-8
+def test_image_names_that_are_not_utf8_are_shown_on_a_page(parts, tmp_path, cli) -> None:
+    names = json.dumps([f"{n}\udcff.png" for n in range(6)])  # as the system decodes a name that is not UTF-8
     path = write_tensors(tmp_path / "a.safetensors", parts, {"images": names})
     outcome = cli("replay", path, "--method", "zeroshot", "--report", tmp_path / "page.html")
     assert outcome.code == 0, outcome.err
@@ -66,20 +66,20 @@ def test_an_index_of_any_depth_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.float16, torch.complex64, torch.float8_e4m3fn, torch.uint64])
-def test_labels_of_a_type_that_is_no_number_of_a_class_are_refused(parts, tmp_path, kind) -> None:
+def test_labels_of_another_dtype_are_refused(parts, tmp_path, kind) -> None:
     save_file(parts | {"labels": torch.ones(6).to(kind)}, tmp_path / "a.safetensors")
     with pytest.raises(FeatureError, match="labels must be whole numbers"):
         Features(tmp_path / "a.safetensors")
 
 
 @pytest.mark.parametrize("kind", [torch.uint8, torch.int8, torch.int16, torch.int32])
-def test_labels_of_small_whole_numbers_are_read(parts, tmp_path, kind) -> None:
+def test_labels_of_small_integer_dtypes_are_read(parts, tmp_path, kind) -> None:
     save_file(parts | {"labels": parts["labels"].to(kind)}, tmp_path / "a.safetensors")
     assert torch.equal(Features(tmp_path / "a.safetensors").labels, parts["labels"])
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, 0.0])
-def test_text_that_is_no_direction_is_refused(parts, tmp_path, cli, value) -> None:
+def test_text_without_a_direction_is_refused(parts, tmp_path, cli, value) -> None:
     parts["text"][1] = value
     save_file(parts, tmp_path / "a.safetensors")
     with pytest.raises(InputError, match="ext prototype"):

@@ -1,4 +1,4 @@
-"""Images that are meant to harm: files that are none, sizes that fill the memory, names that cannot be printed."""
+"""Hostile images: not regular files, sizes that exhaust memory, names that cannot be printed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def way(request: pytest.FixtureRequest) -> Callable[..., Iterator[streams.Encode
     return request.param
 
 
-def picture(width: int = 40, height: int = 30, seed: int = 0) -> Image.Image:
+def photo(width: int = 40, height: int = 30, seed: int = 0) -> Image.Image:
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
@@ -44,12 +44,12 @@ def paths(tmp_path: Path) -> list[Path]:
     """Twenty photographs of growing size."""
     found = [tmp_path / f"{number:02}.png" for number in range(20)]
     for number, path in enumerate(found):
-        picture(40 + number, 30, number).save(path)
+        photo(40 + number, 30, number).save(path)
     return found
 
 
 def within(seconds: float, call: Callable[[], Any]) -> Any:
-    """What a call gives, which may not take long."""
+    """The result of a call that must return in time."""
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(call()), daemon=True)
     thread.start()
@@ -64,7 +64,7 @@ def refusal(source: Any) -> str:
     return str(caught.value)
 
 
-# what is no file
+# not regular files
 
 
 def test_damaged_files_are_images_or_refused() -> None:
@@ -99,47 +99,47 @@ def test_name_that_is_not_utf8_is_printable(way: Any, tmp_path: Path) -> None:
     assert "\n" not in str(entry.error) and "not an image" in str(entry.error)
 
 
-# what is too large
+# too large
 
 
 @pytest.mark.filterwarnings("error")
-def test_image_that_was_read_is_cut_whatever_pillow_likes(way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = next(way(TINY, [picture(100, 90)], ViewPlan(9))).features
+def test_image_in_memory_is_cropped_whatever_pillows_limit(way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = next(way(TINY, [photo(100, 90)], ViewPlan(9))).features
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1_100)  # a view has 32 x 32
-    entry = next(way(TINY, [picture(100, 90)], ViewPlan(9)))
+    entry = next(way(TINY, [photo(100, 90)], ViewPlan(9)))
     assert entry.error is None and torch.equal(entry.features, expected)
     assert Image.MAX_IMAGE_PIXELS == 1_100
 
 
-def test_image_of_nearly_the_most_pixels_is_cut_by_its_shape_alone() -> None:
+def test_image_near_the_pixel_limit_is_cropped() -> None:
     class Shape:
         def crop(self, box: tuple[int, int, int, int]) -> str:
             Image._decompression_bomb_check((box[2] - box[0], box[3] - box[1]))
-            return "cut"
+            return "cropped"
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for side in (100, 9_500, 13_400, 14_142):
-            assert images.cut(Shape(), (0, 0, side, side)) == "cut"  # type: ignore[arg-type]
+            assert images.crop_box(Shape(), (0, 0, side, side)) == "cropped"  # type: ignore[arg-type]
 
 
 def test_one_limit_holds_for_files_pillow_images_and_pixels(way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     buffer = io.BytesIO()
-    picture().save(buffer, "PNG")
+    photo().save(buffer, "PNG")
     monkeypatch.setattr(images, "MAX_PIXELS", 1_000)
     monkeypatch.setattr(gpu_views, "MAX_PIXELS", 1_000)
-    pixels = torch.from_numpy(np.array(picture()))
+    pixels = torch.from_numpy(np.array(photo()))
     assert "has more than 1,000 pixels" in refusal(buffer.getvalue())
-    for given in (picture(), pixels):
+    for given in (photo(), pixels):
         (entry,) = way(TINY, [given], ViewPlan(2))
         assert isinstance(entry.error, InputError) and "1,000" in str(entry.error)
-    for call in (lambda: clean(picture(), TINY.preprocess), lambda: gpu_views.as_picture(picture())):
+    for call in (lambda: clean(photo(), TINY.preprocess), lambda: gpu_views.as_pixels(photo())):
         with pytest.raises(ImageError, match="40 x 30 pixels has more than 1,000 pixels"):
             call()
 
 
 class Counted(streams.MemoryBudget):
-    """A memory budget that knows how much of it was taken, and by what."""
+    """A memory budget that records its peak and its largest request."""
 
     def __init__(self, total: int) -> None:
         super().__init__(total)
@@ -157,14 +157,14 @@ budgets: list[Counted] = []
 
 
 @pytest.mark.parametrize("fits", [0, 1, 3])
-def test_images_in_work_take_no_more_than_there_is_room_for(
+def test_images_in_progress_stay_within_the_memory_budget(
     way: Any, paths: list[Path], fits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = list(way(TINY, paths, ViewPlan(5)))
     budgets.clear()
-    monkeypatch.setattr(streams, "DECODED", fits * 60 * 30 * images.PIXEL)
-    monkeypatch.setattr(streams, "A_THREAD", 0)
-    monkeypatch.setattr(streams, "PINNED", 50 * 30 * 3 * (fits - 1))  # some, all or none are drawn at once
+    monkeypatch.setattr(streams, "DECODED", fits * 60 * 30 * images.BYTES_PER_PIXEL)
+    monkeypatch.setattr(streams, "PER_THREAD", 0)
+    monkeypatch.setattr(streams, "PINNED", 50 * 30 * 3 * (fits - 1))  # some, all or none have their views made at once
     monkeypatch.setattr(streams, "MemoryBudget", Counted)
     found = list(way(TINY, paths, ViewPlan(5)))
     assert [entry.index for entry in found] == list(range(20))
@@ -182,19 +182,19 @@ def test_images_of_ordinary_size_never_wait(way: Any, paths: list[Path], monkeyp
 
     monkeypatch.setattr(streams.MemoryBudget, "_fits", fits)
     assert all(entry.error is None for entry in way(TINY, paths, ViewPlan(3)))
-    assert streams.A_THREAD // images.PIXEL > 22_000_000
+    assert streams.PER_THREAD // images.BYTES_PER_PIXEL > 22_000_000
 
 
-def test_streams_that_are_full_do_not_keep_one_another_waiting(
+def test_streams_with_full_budgets_do_not_block_each_other(
     way: Any, paths: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streams, "DECODED", 1)
-    monkeypatch.setattr(streams, "A_THREAD", 0)
+    monkeypatch.setattr(streams, "PER_THREAD", 0)
 
     def both() -> list[tuple[int, int]]:
         one, other = (way(TINY, paths, ViewPlan(40)) for _ in range(2))
         left = way(TINY, paths, ViewPlan(40))
-        next(left)  # and nobody takes more of it, nor closes it
+        next(left)  # never read further, and never closed
         return [(next(one).index, next(other).index) for _ in paths]
 
     assert within(120, both) == [(index, index) for index in range(20)]
@@ -202,14 +202,14 @@ def test_streams_that_are_full_do_not_keep_one_another_waiting(
     assert pool.submit(lambda: True).result(60)
 
 
-# what goes wrong with one image is that image's
+# an error belongs to its image
 
 
-def test_file_that_pillow_has_yet_to_read_is_refused_in_its_turn(way: Any) -> None:
+def test_file_that_pillow_has_not_read_yet_is_refused_in_its_turn(way: Any) -> None:
     buffer = io.BytesIO()
-    picture().save(buffer, "JPEG")
+    photo().save(buffer, "JPEG")
     lazy = Image.open(io.BytesIO(buffer.getvalue()[:-400]))
-    found = list(way(TINY, [picture(), lazy, picture()], ViewPlan(2)))
+    found = list(way(TINY, [photo(), lazy, photo()], ViewPlan(2)))
     assert [entry.error is None for entry in found] == [True, False, True]
     assert isinstance(found[1].error, ImageError) and "truncated" in str(found[1].error)
 
@@ -222,15 +222,15 @@ def test_image_over_which_memory_runs_out_is_refused_in_its_turn(
             raise MemoryError
         return image
 
-    monkeypatch.setattr("testtime.images.views.seen", full)
-    monkeypatch.setattr(gpu_views, "seen", full)
+    monkeypatch.setattr("testtime.images.views.checked_rgb", full)
+    monkeypatch.setattr(gpu_views, "checked_rgb", full)
     found = list(way(TINY, paths[:3], ViewPlan(2)))
     assert [entry.error is None for entry in found] == [True, False, True]
     assert "01.png" in str(found[1].error) and "too large for the memory" in str(found[1].error)
 
 
-def test_views_of_a_photograph_are_what_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_views_of_a_photograph_do_not_change(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is scaled down while it is decoded, however large it is."""
-    expected = views(picture(300, 200), 6, TINY.preprocess, seed=1, index=2)
-    monkeypatch.setattr(images, "ORDINARY", 1)
-    assert torch.equal(views(picture(300, 200), 6, TINY.preprocess, seed=1, index=2), expected)
+    expected = views(photo(300, 200), 6, TINY.preprocess, seed=1, index=2)
+    monkeypatch.setattr(images, "SMALL_CROP", 1)
+    assert torch.equal(views(photo(300, 200), 6, TINY.preprocess, seed=1, index=2), expected)

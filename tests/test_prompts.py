@@ -16,7 +16,7 @@ from testtime.types import Preprocess
 
 
 class Letters:
-    """An encoder whose text feature counts letters; it remembers how it was called."""
+    """An encoder whose text feature counts letters; it records its calls."""
 
     name, dim, scale, preprocess = "letters", 26, 50.0, Preprocess()
 
@@ -61,7 +61,7 @@ def test_templates_default_to_a_photo(letters: Letters) -> None:
     assert letters.calls == [["a photo of a cat.", "a photo of a dog."]]
 
 
-def test_descriptions_can_stand_without_templates(letters: Letters) -> None:
+def test_descriptions_work_without_templates(letters: Letters) -> None:
     build_task(letters, ["cat", "dog"], (), {"cat": ["It purrs."], "dog": ["It barks."]})
     assert letters.calls == [["It purrs.", "It barks."]]
 
@@ -71,18 +71,18 @@ def test_neither_templates_nor_descriptions_is_refused(letters: Letters) -> None
         build_task(letters, ["cat", "dog"], ())
 
 
-def test_class_name_with_braces_is_taken_as_it_is(letters: Letters) -> None:
+def test_class_name_with_braces_is_used_as_it_is(letters: Letters) -> None:
     build_task(letters, ["{0}", "{x}"])
     assert letters.calls == [["a photo of a {0}.", "a photo of a {x}."]]
 
 
-def test_dtype_of_the_task_is_the_one_asked_for(letters: Letters) -> None:
+def test_task_has_the_requested_dtype(letters: Letters) -> None:
     task = build_task(letters, ["cat", "dog"], "imagenet7", dtype=torch.float64)
     assert task.text.dtype == torch.float64
     torch.testing.assert_close(task.text.norm(dim=1), torch.ones(2, dtype=torch.float64))
 
 
-def test_prototypes_can_enter_a_gradient() -> None:
+def test_prototypes_can_be_used_in_autograd() -> None:
     task = build_task(load_encoder("tiny"), ["cat", "dog"])
     shift = torch.zeros_like(task.text, requires_grad=True)
     ((task.text + shift) ** 2).sum().backward()
@@ -90,7 +90,7 @@ def test_prototypes_can_enter_a_gradient() -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "said"),
+    ("names", "expected"),
     [
         (["cat"], "two classes or more.*'cat'"),
         ([], "two classes or more.*none"),
@@ -101,12 +101,12 @@ def test_prototypes_can_enter_a_gradient() -> None:
         ("cat,dog", "parse_classes"),
     ],
 )
-def test_class_names_that_cannot_work_are_refused(letters: Letters, names: list[str], said: str) -> None:
-    with pytest.raises(InputError, match=said):
+def test_unusable_class_names_are_refused(letters: Letters, names: list[str], expected: str) -> None:
+    with pytest.raises(InputError, match=expected):
         build_task(letters, names)
 
 
-def test_duplicates_pass_when_allowed(letters: Letters) -> None:
+def test_duplicates_are_accepted_when_allowed(letters: Letters) -> None:
     task = build_task(letters, ["missile", "missile", "cat"], allow_duplicates=True)
     assert torch.equal(task.text[0], task.text[1])
 
@@ -117,19 +117,19 @@ def test_seven_imagenet_templates() -> None:
     assert find_templates("one {} alone") == ("one {} alone",)
 
 
-def test_unknown_templates_name_those_there_are() -> None:
+def test_unknown_templates_list_the_available_ones() -> None:
     with pytest.raises(UnknownName, match="Did you mean 'imagenet7'.*single"):
         find_templates("imagenet")
 
 
-def test_template_without_a_place_for_the_class_is_refused() -> None:
+def test_template_without_braces_for_the_class_is_refused() -> None:
     with pytest.raises(InputError, match="'a photo.'.*{}"):
         find_templates(["a photo."])
     with pytest.raises(InputError, match="Template 'photo of' has no {} for the class"):
         find_templates("photo of")  # no set's name has a space
 
 
-def test_sets_and_templates_stand_side_by_side() -> None:
+def test_sets_and_templates_can_be_combined() -> None:
     assert find_templates(["imagenet7"]) == TEMPLATES["imagenet7"]
     assert find_templates(["a {}.", "dtd"]) == ("a {}.", "{} texture.")
 
@@ -146,13 +146,13 @@ def test_descriptions_are_found_whatever_the_case(letters: Letters) -> None:
     assert letters.calls == [["Keys.", "Purrs."]]
 
 
-def test_missing_descriptions_are_named_with_the_nearest(letters: Letters) -> None:
+def test_missing_descriptions_are_named_with_the_closest(letters: Letters) -> None:
     with pytest.raises(InputError, match="2 of 3.*'airplane', 'fox'.*did you mean 'airplanes'"):
         build_task(letters, ["airplane", "fox", "cat"], "single", {"airplanes": ["Wings."], "cat": ["Furs."]})
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "expected"),
     [
         ("{", "not JSON"),
         ("[1]", "must map names.*list"),
@@ -161,14 +161,14 @@ def test_missing_descriptions_are_named_with_the_nearest(letters: Letters) -> No
         ('{"cat": [3], "dog": ["barks"]}', r"'cat' must be sentences; got \[3\]"),
     ],
 )
-def test_malformed_descriptions_are_refused(letters: Letters, tmp_path: Path, content: str, said: str) -> None:
+def test_malformed_descriptions_are_refused(letters: Letters, tmp_path: Path, content: str, expected: str) -> None:
     file = tmp_path / "cupl.json"
     file.write_text(content)
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=expected):
         build_task(letters, ["cat", "dog"], descriptions=file)
 
 
-def test_descriptions_file_that_is_not_there_is_named(letters: Letters) -> None:
+def test_missing_descriptions_file_is_named(letters: Letters) -> None:
     with pytest.raises(InputError, match="nowhere.json.*No such file"):
         build_task(letters, ["cat", "dog"], descriptions="nowhere.json")
 

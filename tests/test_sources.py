@@ -1,4 +1,4 @@
-"""What `testtime run` and `testtime encode` take: every form of a dataset, with the classes that it comes with."""
+"""Sources of `testtime run` and `testtime encode`: every format of a dataset, with its own classes."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def written(file: Path) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("form", [as_folder, as_csv, as_shards, as_saved])
-def test_every_form_keeps_every_promise(photos, tmp_path, form, monkeypatch) -> None:
+def test_every_form_passes_every_check(photos, tmp_path, form, monkeypatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     check_dataset(open_dataset(form(photos)[0]))
 
 
 @pytest.mark.parametrize("form", [as_csv, as_shards, as_saved])
-def test_every_form_of_the_same_images_is_run_and_encoded_alike(cli, photos, tmp_path, form, monkeypatch) -> None:
+def test_every_form_of_the_same_images_gives_the_same_results(cli, photos, tmp_path, form, monkeypatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     answers, stores = [], []
@@ -93,17 +93,17 @@ def test_a_benchmark_is_run_and_encoded_by_name(cli, tmp_path) -> None:
     assert outcome.code == 0 and len(store) == 47 and store.labels is not None and len(store.classnames) == 47
 
 
-def test_classes_given_have_the_last_word_and_labels_follow_them(cli, photos, tmp_path) -> None:
+def test_given_classes_take_precedence_and_labels_follow_them(cli, photos, tmp_path) -> None:
     store = tmp_path / "f.safetensors"
     assert cli("encode", *as_csv(photos), "--classes", "fox,Dog,cat", "-e", "tiny", "--out", store).code == 0
     found = Features(store)
     assert found.classnames == ("fox", "Dog", "cat") and found.labels is not None
     assert found.labels.tolist() == [2, 2, 1, 1, 0, 0]
     outcome = cli("run", *as_shards(photos), "--classes", "cat,owl", "-e", "tiny", "--out", tmp_path / "a.csv")
-    assert outcome.code == 0 and "accuracy on 2 images" in outcome.err  # the cats; the others are none of these
+    assert outcome.code == 0 and "accuracy on 2 images" in outcome.err  # the cats; the others are in neither class
 
 
-def test_numbers_count_through_the_classes_given(cli, photos, tmp_path) -> None:
+def test_number_labels_index_the_given_classes(cli, photos, tmp_path) -> None:
     (tmp_path / "n.csv").write_text("photos/fox/0.png,0\nphotos/cat/0.png,2\n")
     plain = cli("run", tmp_path / "n.csv", "-e", "tiny", "--out", tmp_path / "a.csv")
     assert plain.code == 0 and "numbers without names" in plain.err
@@ -113,7 +113,7 @@ def test_numbers_count_through_the_classes_given(cli, photos, tmp_path) -> None:
     assert few.code == 2 and "label 2, where 2 classes" in few.err
 
 
-def test_a_folder_in_any_order_is_run_with_classes_given(cli, photos, tmp_path) -> None:
+def test_a_folder_without_structure_is_run_with_given_classes(cli, photos, tmp_path) -> None:
     (photos / "fox" / "0.png").rename(photos / "loose.png")
     outcome = cli("run", photos, "--classes", "cat,dog,fox", "-e", "tiny", "--out", tmp_path / "a.csv")
     assert outcome.code == 0 and len(written(tmp_path / "a.csv")) == 6
@@ -122,7 +122,7 @@ def test_a_folder_in_any_order_is_run_with_classes_given(cli, photos, tmp_path) 
     assert one.code == 0 and len(one.out.splitlines()) == 2
 
 
-def test_a_run_over_shards_goes_on_where_it_was(cli, photos, tmp_path) -> None:
+def test_a_run_over_shards_is_resumed(cli, photos, tmp_path) -> None:
     source, out, state = as_shards(photos), tmp_path / "a.csv", tmp_path / "s.safetensors"
     cli("run", *source, "-e", "tiny", "--out", tmp_path / "whole.csv")
     cli("run", *source, "-e", "tiny", "--out", out, "--limit", 4, "--save", state)
@@ -131,7 +131,7 @@ def test_a_run_over_shards_goes_on_where_it_was(cli, photos, tmp_path) -> None:
     assert written(out) == written(tmp_path / "whole.csv")
 
 
-def test_the_test_part_is_taken_and_it_is_said(cli, photos, tmp_path) -> None:
+def test_the_test_split_is_used_and_reported(cli, photos, tmp_path) -> None:
     (tmp_path / "set").mkdir()
     photos.rename(tmp_path / "set" / "test")
     make_folders(tmp_path / "set" / "train", NAMES, images=1)

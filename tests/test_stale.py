@@ -1,4 +1,4 @@
-"""What a result depends on is part of what it goes by: nothing is scored or kept that was made from something else."""
+"""Everything that a result depends on is part of its identity: no stale result is scored or kept."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def write_table(file: Path, labels: list[str]) -> Path:
 
 
 def replaced(path: Path, seed: int = 1) -> None:
-    """Another picture under the same name."""
+    """Another image under the same name."""
     pixels = np.random.default_rng(seed).integers(0, 255, (36, 40, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(path)
 
@@ -79,10 +79,10 @@ def score(cli: Callable[..., Any], data: Path, out: Path, *more: object) -> dict
     return json.loads(outcome.out)["rows"][0]
 
 
-# what something goes by
+# identities
 
 
-def test_an_image_goes_by_the_size_and_the_time_of_its_file_and_its_place_there(tmp_path) -> None:
+def test_an_image_is_identified_by_its_files_size_and_time_and_its_position_there(tmp_path) -> None:
     file = tmp_path / "a.png"
     file.write_bytes(b"12345")
     others = [tmp_path / "gone", TarImage(file, "x", 0, 2), TarImage(file, "x", 2, 2), TarImage(file, "y", 0, 2)]
@@ -93,7 +93,7 @@ def test_an_image_goes_by_the_size_and_the_time_of_its_file_and_its_place_there(
     again = [identity(file), *map(identity, others)]
     assert again[1] == before[1] and not {*again[2:], again[0]} & set(before)
 
-    class Own:
+    class CustomImage:
         def __init__(self, content: bytes) -> None:
             self.content = content
 
@@ -102,11 +102,11 @@ def test_an_image_goes_by_the_size_and_the_time_of_its_file_and_its_place_there(
                 raise OSError
             return self.content
 
-    assert identity(Own(b"a")) == identity(Own(b"a")) != identity(Own(b"b"))
-    assert identity(Own(b"")) == "unreadable"
+    assert identity(CustomImage(b"a")) == identity(CustomImage(b"a")) != identity(CustomImage(b"b"))
+    assert identity(CustomImage(b"")) == "unreadable"
 
 
-def test_an_encoder_goes_by_its_weights_where_they_are_files(tmp_path, monkeypatch) -> None:
+def test_an_encoder_is_identified_by_its_weight_files(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
 
     class Named:
@@ -131,7 +131,7 @@ def test_an_encoder_goes_by_its_weights_where_they_are_files(tmp_path, monkeypat
 # eval
 
 
-def test_corrected_labels_are_scored_anew_and_nothing_is_encoded(cli, table, tmp_path, passes) -> None:
+def test_corrected_labels_are_scored_again_and_nothing_is_encoded(cli, table, tmp_path, passes) -> None:
     score(cli, table, tmp_path / "o")
     lab = Lab(tmp_path / "o", load_encoder("tiny"), open_dataset(table))
     views = torch.cat(list(lab.store(ViewPlan(), 1).chunks()))
@@ -153,7 +153,7 @@ def test_a_corrected_label_that_changes_the_classes_encodes_nothing(cli, table, 
     assert row["accuracy"] == score(cli, table, tmp_path / "fresh", "--views", 2)["accuracy"]
 
 
-def test_a_replaced_image_is_encoded_again_and_with_it_its_shard_alone(cli, pets, tmp_path, passes) -> None:
+def test_only_the_shard_of_a_replaced_image_is_encoded_again(cli, pets, tmp_path, passes) -> None:
     score(cli, pets, tmp_path / "o", "--shard", 3)
     passes.clear()
     replaced(pets / "dog" / "1.png")
@@ -165,7 +165,7 @@ def test_a_replaced_image_is_encoded_again_and_with_it_its_shard_alone(cli, pets
 
 
 def test_replaced_weights_are_used(cli, pets, tmp_path, monkeypatch, passes) -> None:
-    """An encoder whose name is a file's: what is in the file decides, and not its name."""
+    """An encoder named by a file is identified by the file's content, not its name."""
     file = tmp_path / "mine.pt"
     monkeypatch.setattr("testtime.encoding.encoders.clip.load", lambda spec, *rest: named(spec, file, *rest))
     name = ["-e", f"open_clip:ViT-B-16/{file}"]
@@ -199,7 +199,7 @@ def test_an_image_that_is_listed_twice_has_two_labels(cli, pets, tmp_path) -> No
     assert score(cli, table, tmp_path / "o")["accuracy"] in (0.25, 0.5)
 
 
-def test_labels_go_with_their_images_where_one_cannot_be_read(pets, tmp_path) -> None:
+def test_labels_stay_with_their_images_if_one_cannot_be_read(pets, tmp_path) -> None:
     (pets / "cat" / "2.png").write_bytes(b"no image")
     lab = Lab(tmp_path / "o", load_encoder("tiny"), open_dataset(pets), shard=5, report=lambda line: None)
     store = lab.store(ViewPlan(), 1)
@@ -210,15 +210,15 @@ def test_labels_go_with_their_images_where_one_cannot_be_read(pets, tmp_path) ->
     assert limited.labels_of(limited.store(ViewPlan(), 1)).tolist() == truth
 
 
-def test_two_datasets_of_one_name_have_stores_of_their_own(tmp_path) -> None:
-    for place in ("a", "b"):
-        make_folders(tmp_path / place / "pets", images=2 if place == "a" else 3)
-    labs = [Lab(tmp_path / "o", load_encoder("tiny"), open_dataset(tmp_path / place / "pets")) for place in "ab"]
+def test_two_datasets_of_one_name_have_their_own_stores(tmp_path) -> None:
+    for folder in ("a", "b"):
+        make_folders(tmp_path / folder / "pets", images=2 if folder == "a" else 3)
+    labs = [Lab(tmp_path / "o", load_encoder("tiny"), open_dataset(tmp_path / folder / "pets")) for folder in "ab"]
     assert [len(lab.store(ViewPlan(), 1)) for lab in labs] == [6, 9]
     assert labs[0].store_path(ViewPlan(), 1) != labs[1].store_path(ViewPlan(), 1)
 
 
-def test_a_change_of_the_recipe_makes_everything_anew(cli, pets, tmp_path, monkeypatch, passes) -> None:
+def test_a_new_recipe_version_encodes_everything_again(cli, pets, tmp_path, monkeypatch, passes) -> None:
     score(cli, pets, tmp_path / "o")
     for module in ("encoding.encode", "experiments.lab"):
         monkeypatch.setattr(f"testtime.{module}.RECIPE", 2)
@@ -246,7 +246,7 @@ def test_a_rewritten_archive_is_read_again(tmp_path, passes) -> None:
     assert not torch.equal(*stores)
 
 
-def test_a_long_name_is_no_fault(cli, tmp_path) -> None:
+def test_a_long_name_is_accepted(cli, tmp_path) -> None:
     pets = make_folders(tmp_path / ("p" * 200), images=1)
     assert score(cli, pets, tmp_path / "o")["images"] == 3
 
@@ -282,7 +282,7 @@ def test_shards_get_corrected_labels_and_are_not_encoded_again(cli, table, tmp_p
     store = Features(out)
     assert store.labels.tolist() == [2] * 4 + [0] * 4 + [1] * 4
     assert passes == [] and torch.equal(store.stored(0, 12), views)
-    # labels that are gone are gone from the store
+    # removed labels are removed from the store
     table.write_text("".join(line.split(",")[0] + "\n" for line in table.read_text().splitlines()))
     assert cli("encode", table, "--classes", CLASSES, *options, "--out", out).code == 0
     assert passes == []
@@ -300,7 +300,7 @@ def test_a_replaced_image_is_encoded_again_in_its_shard(cli, pets, tmp_path, opt
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "expected"),
     [
         (["--dtype", "float32"], "dtype"),
         (["-e", "tiny:4"], "encoder"),
@@ -311,27 +311,25 @@ def test_a_replaced_image_is_encoded_again_in_its_shard(cli, pets, tmp_path, opt
         (["--template", "the {}."], "classes or prompts"),
     ],
 )
-def test_other_settings_are_refused_with_the_way_out(cli, pets, tmp_path, options, change, said) -> None:
+def test_other_settings_are_refused_with_the_way_out(cli, pets, tmp_path, options, change, expected) -> None:
     out = tmp_path / "store"
     assert cli("encode", pets, *options, "--out", out).code == 0
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     outcome = cli("encode", pets, *options, *change, "--out", out)
-    assert outcome.code == 2 and f"({said}); remove it, or write elsewhere" in outcome.err
+    assert outcome.code == 2 and f"({expected}); remove it, or write elsewhere" in outcome.err
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 
 @pytest.mark.parametrize("lost", ["content", "weights", "dtype", "recipe", "positions"])
-def test_shards_that_do_not_say_what_they_were_made_from_are_not_trusted(
-    cli, pets, tmp_path, options, passes, lost
-) -> None:
+def test_shards_without_provenance_are_not_trusted(cli, pets, tmp_path, options, passes, lost) -> None:
     out = tmp_path / "store"
     assert cli("encode", pets, *options, "--out", out).code == 0
     shard = min(out.glob("features-*"))
     with safe_open(shard, "pt") as file:
-        facts = {key: value for key, value in file.metadata().items() if key != lost}
+        metadata = {key: value for key, value in file.metadata().items() if key != lost}
         tensors = {name: file.get_tensor(name) for name in file.keys()}
     tensors["views"] = tensors["views"].flip(0)
-    write_tensors(shard, tensors, facts)
+    write_tensors(shard, tensors, metadata)
     passes.clear()
     outcome = cli("encode", pets, *options, "--out", out)
     assert outcome.code == 0 and "encoded again" in outcome.err and sum(passes) == 8
@@ -363,7 +361,7 @@ def test_replaced_variations_are_encoded_again(tmp_path, passes) -> None:
 
 
 @pytest.mark.parametrize("shard", [(), ("--shard", 2)])
-def test_names_that_are_no_text_are_encoded_and_found_again(cli, tmp_path, passes, shard) -> None:
+def test_names_that_are_not_utf8_are_encoded_and_found_again(cli, tmp_path, passes, shard) -> None:
     pets = make_folders(tmp_path / os.fsdecode(b"pets\xff"), images=1)
     for _ in range(2):
         outcome = cli("encode", pets, "-e", "tiny", "--out", tmp_path / "o", *shard)
@@ -372,7 +370,7 @@ def test_names_that_are_no_text_are_encoded_and_found_again(cli, tmp_path, passe
     assert Features(tmp_path / "o").images == tuple(str(path) for path in sorted(pets.rglob("*.png")))
 
 
-def test_one_file_is_always_encoded_anew(cli, table, tmp_path, passes) -> None:
+def test_a_single_file_is_always_encoded_again(cli, table, tmp_path, passes) -> None:
     out = tmp_path / "store.safetensors"
     for _ in range(2):
         passes.clear()
@@ -393,12 +391,12 @@ def test_a_file_of_another_version_is_refused(cli, tmp_path, version) -> None:
         Features(path)
     outcome = cli("replay", path)
     assert outcome.code == 2 and "Use the version of testtime that wrote it" in outcome.err
-    save_file({"views": views, "text": text}, path)  # made elsewhere: it says nothing
+    save_file({"views": views, "text": text}, path)  # made elsewhere: no version
     assert len(Features(path)) == 3
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "expected"),
     [
         ({"version": "2"}, "format version '2'"),
         ({"version": 1}, "format version '1'"),
@@ -408,17 +406,17 @@ def test_a_file_of_another_version_is_refused(cli, tmp_path, version) -> None:
         ({"shards": "a.safetensors"}, "is not the index"),
     ],
 )
-def test_an_index_of_another_version_or_of_something_else_is_refused(tmp_path, change, said) -> None:
+def test_an_index_of_another_version_or_of_something_else_is_refused(tmp_path, change, expected) -> None:
     save_features(tmp_path / "a.safetensors", torch.ones(3, 1, 4), torch.eye(2, 4))
     index = {"shards": ["a.safetensors"]}
     (tmp_path / "index.json").write_text(json.dumps(index))
     assert len(Features(tmp_path)) == 3
     (tmp_path / "index.json").write_text(json.dumps(index | change))
-    with pytest.raises(FeatureError, match=said):
+    with pytest.raises(FeatureError, match=expected):
         Features(tmp_path)
 
 
-def test_a_shard_of_another_version_is_refused_wherever_it_stands(tmp_path) -> None:
+def test_a_shard_of_another_version_is_refused_at_any_position(tmp_path) -> None:
     for number, version in enumerate(("1", "2")):
         metadata = {"version": version}
         save_features(tmp_path / f"{number}.safetensors", torch.ones(3, 1, 4), torch.eye(2, 4), metadata=metadata)
@@ -427,12 +425,12 @@ def test_a_shard_of_another_version_is_refused_wherever_it_stands(tmp_path) -> N
         Features(tmp_path)
 
 
-# scores that are none
+# scores that are not finite
 
 
 @pytest.mark.filterwarnings("ignore:overflow")
 @pytest.mark.parametrize("extra", [["--json"], ["--out", "OUT"], ["--reference"], ["--shuffle"]])
-def test_scores_that_are_not_finite_are_no_answers(cli, tmp_path, extra) -> None:
+def test_scores_that_are_not_finite_are_refused(cli, tmp_path, extra) -> None:
     task, stream, labels = toy(images=40)
     path = save_features(tmp_path / "a.safetensors", stream, task.text, labels=labels)
     words = [word.replace("OUT", str(tmp_path / "o.safetensors")) for word in extra]
@@ -441,7 +439,7 @@ def test_scores_that_are_not_finite_are_no_answers(cli, tmp_path, extra) -> None
     assert not (tmp_path / "o.safetensors").exists()
 
 
-def test_a_scale_that_no_score_survives_is_refused(cli, tmp_path) -> None:
+def test_a_scale_that_overflows_is_refused(cli, tmp_path) -> None:
     task, stream, _ = toy(images=40)
     path = save_features(tmp_path / "a.safetensors", stream, task.text, scale=1e300)
     assert cli("replay", path, "--method", "zeroshot").code == 2
@@ -463,7 +461,7 @@ def test_a_cell_of_scores_that_are_not_finite_is_not_written(pets, tmp_path, mon
 # outputs and inputs
 
 
-def test_outputs_are_other_files_than_inputs_and_than_one_another(tmp_path, monkeypatch) -> None:
+def test_outputs_differ_from_inputs_and_from_each_other(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a").write_text("a")
     (tmp_path / "link").symlink_to("a")
@@ -471,16 +469,16 @@ def test_outputs_are_other_files_than_inputs_and_than_one_another(tmp_path, monk
     distinct({"--out": Path("b"), "--report": None, "--save": Path("c")}, {"IMAGES": Path("a"), "--none": None})
     distinct({"--out": Path("/dev/null"), "--report": Path("/dev/null")}, {"IMAGES": Path("/dev/null")})
     for spelled in ("a", "./a", "sub/../a", "link", str(tmp_path / "a")):
-        with pytest.raises(InputError, match="--out would be written over IMAGES"):
+        with pytest.raises(InputError, match="--out would overwrite IMAGES"):
             distinct({"--out": Path(spelled)}, {"IMAGES": Path("a")})
-        with pytest.raises(InputError, match="--out would be written over --many"):
+        with pytest.raises(InputError, match="--out would overwrite --many"):
             distinct({"--out": Path("a")}, {"--many": [None, Path("sub"), Path(spelled)]})
-    with pytest.raises(InputError, match="--out and --save are one file"):
+    with pytest.raises(InputError, match="--out and --save are the same file"):
         distinct({"--out": Path("new"), "--save": Path("sub/../new")}, {})
 
 
 @pytest.mark.parametrize("target", ["pets.csv", "pets/cat/0.png", "names.txt", "d.json", "pets"])
-def test_encode_does_not_write_over_what_it_reads(cli, table, tmp_path, target) -> None:
+def test_encode_does_not_overwrite_its_inputs(cli, table, tmp_path, target) -> None:
     (tmp_path / "names.txt").write_text("cat\ndog\nfox\n")
     (tmp_path / "d.json").write_text(json.dumps({name: ["a"] for name in ("cat", "dog", "fox")}))
     source = tmp_path / "pets" if target == "pets" else table
@@ -490,45 +488,45 @@ def test_encode_does_not_write_over_what_it_reads(cli, table, tmp_path, target) 
         "encode", source, "-e", "tiny", "--classes-file", tmp_path / "names.txt",
         "--descriptions", tmp_path / "d.json", "--out", tmp_path / target, *more,
     )  # fmt: skip
-    assert outcome.code == 2 and "--out would be written over" in outcome.err
+    assert outcome.code == 2 and "--out would overwrite" in outcome.err
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
-def test_report_does_not_write_over_its_features(cli, tmp_path) -> None:
+def test_report_does_not_overwrite_its_features(cli, tmp_path) -> None:
     task, stream, labels = tt.toy(images=6)
     file = tt.save_features(tmp_path / "toy.safetensors", stream, task.text, labels=labels)
     before = file.read_bytes()
     outcome = cli("report", file, "--out", file)
-    assert outcome.code == 2 and "--out would be written over FEATURES" in outcome.err and file.read_bytes() == before
+    assert outcome.code == 2 and "--out would overwrite FEATURES" in outcome.err and file.read_bytes() == before
 
 
-def test_encode_does_not_write_over_its_weights(cli, pets, tmp_path) -> None:
+def test_encode_does_not_overwrite_its_weights(cli, pets, tmp_path) -> None:
     (tmp_path / "mine.pt").write_bytes(b"weights")
     outcome = cli("encode", pets, "-e", f"open_clip:ViT-B-16/{tmp_path}/mine.pt", "--out", tmp_path / "mine.pt")
-    assert outcome.code == 2 and "--out would be written over --encoder" in outcome.err
+    assert outcome.code == 2 and "--out would overwrite --encoder" in outcome.err
 
 
 @pytest.mark.parametrize("option", ["--out", "--report"])
-def test_replay_does_not_write_over_what_it_reads(cli, pets, tmp_path, option) -> None:
+def test_replay_does_not_overwrite_its_inputs(cli, pets, tmp_path, option) -> None:
     assert cli("encode", pets, "-e", "tiny", "--out", tmp_path / "store", "--shard", 4).code == 0
     before = {path.name: path.read_bytes() for path in (tmp_path / "store").iterdir()}
     for name in before:
         outcome = cli("replay", tmp_path / "store", option, tmp_path / "store" / name)
-        assert outcome.code == 2 and f"{option} would be written over FEATURES" in outcome.err
+        assert outcome.code == 2 and f"{option} would overwrite FEATURES" in outcome.err
     shard = tmp_path / "store" / min(name for name in before if name.startswith("features"))
     outcome = cli("replay", shard, option, shard)
-    assert outcome.code == 2 and f"{option} would be written over FEATURES" in outcome.err
+    assert outcome.code == 2 and f"{option} would overwrite FEATURES" in outcome.err
     both = cli("replay", shard, "--out", tmp_path / "x", "--report", tmp_path / "x")
-    assert both.code == 2 and "--out and --report are one file" in both.err
+    assert both.code == 2 and "--out and --report are the same file" in both.err
     assert {path.name: path.read_bytes() for path in (tmp_path / "store").iterdir()} == before
 
 
-def test_eval_does_not_write_over_what_it_reads(cli, pets, tmp_path) -> None:
+def test_eval_does_not_overwrite_its_inputs(cli, pets, tmp_path) -> None:
     described = tmp_path / "o" / "results.json"
     described.parent.mkdir()
     described.write_text(json.dumps({name: ["a"] for name in ("cat", "dog", "fox")}))
     outcome = cli("eval", pets, "-e", "tiny", "--out", tmp_path / "o", "--descriptions", described)
-    assert outcome.code == 2 and "results.json in --out would be written over --descriptions" in outcome.err
+    assert outcome.code == 2 and "results.json in --out would overwrite --descriptions" in outcome.err
     outcome = cli("eval", pets, "-e", "tiny", "--out", pets)
-    assert outcome.code == 2 and "--out would be written over IMAGES" in outcome.err
+    assert outcome.code == 2 and "--out would overwrite IMAGES" in outcome.err
     assert {path.name for path in pets.iterdir()} == {"cat", "dog", "fox"}

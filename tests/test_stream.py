@@ -1,4 +1,4 @@
-"""One stream of features: in order, errors in their turn, and the same bits wherever it is cut."""
+"""One stream of features: in order, errors in their turn, and the same bits wherever it is split."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Way = Callable[..., Iterator[Encoded]]
 
 
 def by_threads(encoder: Any, images: Any, plan: ViewPlan, first: int = 0) -> Iterator[Encoded]:
-    return streams._by_threads(encoder, iter(enumerate(images, first)), plan, None)
+    return streams._on_cpu(encoder, iter(enumerate(images, first)), plan, None)
 
 
 def by_device(encoder: Any, images: Any, plan: ViewPlan, first: int = 0) -> Iterator[Encoded]:
@@ -64,7 +64,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def broken(paths: list[Path], tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Eleven images, of which the third cannot be read and the eighth is not there."""
+    """Eleven images; the third cannot be read and the eighth is missing."""
     folder = tmp_path_factory.mktemp("broken")
     (folder / "text.jpg").write_text("no image")
     return [*paths[:2], folder / "text.jpg", *paths[2:6], folder / "missing.jpg", *paths[6:]]
@@ -78,13 +78,13 @@ def pillow(image: Any, index: int, plan: ViewPlan, encoder: Any = TINY) -> Tenso
 
 
 def same(one: Encoded, other: Encoded) -> bool:
-    """Whether two entries are the same to the last bit."""
+    """Whether two entries are bitwise equal."""
     if one.features is None or other.features is None:
         return one.features is other.features and one.index == other.index and str(one.error) == str(other.error)
     return one.index == other.index and torch.equal(one.features, other.features)
 
 
-# What comes out
+# Results
 
 
 @pytest.mark.parametrize("count", [1, 5, 20])
@@ -105,7 +105,7 @@ def test_features_of_the_device_are_those_of_pillow_up_to_rounding(paths: list[P
         assert (entry.features * pillow(entry.source, entry.index, plan)).sum(-1).min() > 0.999
 
 
-def test_features_are_unit_rows_in_the_precision_asked_for(paths: list[Path]) -> None:
+def test_features_are_unit_rows_in_the_requested_precision(paths: list[Path]) -> None:
     task = torch.zeros(2, TINY.dim, dtype=torch.float64)
     for entry in stream(TINY, paths[:2], ViewPlan(3), like=task):
         assert entry.features.dtype == torch.float64
@@ -120,15 +120,15 @@ class Member:
         self.read_bytes = path.read_bytes
 
 
-def test_images_come_as_files_members_pillow_images_or_pixels(way: Way, paths: list[Path]) -> None:
+def test_images_are_files_members_pillow_images_or_pixels(way: Way, paths: list[Path]) -> None:
     image = read_image(paths[0])
     kinds = (paths[0], str(paths[0]), Member(paths[0]), image, torch.from_numpy(np.array(image)))
-    # all at index 0: what differs is how they are given
+    # all at index 0: only the kind of source differs
     rows = [next(way(TINY, [given], ViewPlan(3))).features for given in kinds]
     assert all(torch.equal(rows[0], other) for other in rows[1:])
 
 
-def test_turned_photograph_is_turned_back(way: Way, tmp_path: Path) -> None:
+def test_rotated_photograph_is_turned_upright(way: Way, tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     photo(1, 90, 40).save(tmp_path / "turned.png", exif=exif)
@@ -137,7 +137,7 @@ def test_turned_photograph_is_turned_back(way: Way, tmp_path: Path) -> None:
     assert torch.equal(*rows)
 
 
-def test_given_features_only_pass_through(paths: list[Path]) -> None:
+def test_given_features_pass_through(paths: list[Path]) -> None:
     rows = torch.randn(3, 4, TINY.dim)
     rows[1, 2, 0] = torch.nan
     found = list(stream(None, [rows[0], rows[1], rows[2, 0]], ViewPlan(9), indices=range(5, 8)))
@@ -178,7 +178,7 @@ def test_no_images_give_nothing() -> None:
 
 
 class Blind:
-    """The tiny encoder, which has nothing to say of pictures that are all black."""
+    """The tiny encoder, with NaN features for black images."""
 
     name, dim, scale, preprocess = "blind", TINY.dim, TINY.scale, TINY.preprocess
     device, dtype = torch.device("cpu"), torch.float32
@@ -213,11 +213,11 @@ def test_unexpected_failure_is_raised(way: Way, monkeypatch: pytest.MonkeyPatch)
         list(way(TINY, [Path("x")], ViewPlan()))
 
 
-# The same bits wherever it is cut
+# The same bits wherever it is split
 
 
 @pytest.mark.parametrize("count", [1, 5])
-def test_cut_stream_is_the_uncut_one_to_the_last_bit(way: Way, broken: list[Path], count: int) -> None:
+def test_split_stream_equals_the_whole_one_bitwise(way: Way, broken: list[Path], count: int) -> None:
     plan = ViewPlan(count, augmix=count > 1, seed=2)
     whole = list(way(TINY, broken, plan))
     assert [entry.index for entry in whole] == list(range(11))
@@ -242,7 +242,7 @@ def test_indices_say_which_images_a_stream_has(
     assert all(map(same, some, (whole[i] for i in every)))
 
 
-def test_features_do_not_depend_on_how_many_threads_there_are(broken: list[Path], threads: Any) -> None:
+def test_features_do_not_depend_on_the_number_of_threads(broken: list[Path], threads: Any) -> None:
     plan = ViewPlan(5, seed=2)
     found = []
     for count in (1, 2, 3):
@@ -253,13 +253,13 @@ def test_features_do_not_depend_on_how_many_threads_there_are(broken: list[Path]
 
 @pytest.fixture
 def threads() -> Iterator[Callable[[int], None]]:
-    """How many threads torch says there are, and with them how many encode."""
+    """Sets torch's number of threads, and with it how many encode."""
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
 
 
-def test_threads_keep_to_one_core_each_whatever_torch_was_told(threads: Any) -> None:
+def test_threads_use_one_core_each_whatever_torch_is_set_to(threads: Any) -> None:
     for count in (4, 5):
         threads(count)
         pool = workers(count, flush=True)
@@ -267,11 +267,11 @@ def test_threads_keep_to_one_core_each_whatever_torch_was_told(threads: Any) -> 
         assert torch.get_num_threads() == count
 
 
-# Fixed shapes and places
+# Fixed shapes and positions
 
 
 @pytest.mark.parametrize(("count", "blocks"), [(1, [1]), (5, [5]), (ROWS, [ROWS]), (19, [ROWS, ROWS, 3])])
-def test_threads_encode_blocks_whose_shape_the_number_of_views_decides(
+def test_threads_encode_blocks_shaped_by_the_number_of_views(
     paths: list[Path], count: int, blocks: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoder, seen = tiny(), []
@@ -284,7 +284,7 @@ def test_threads_encode_blocks_whose_shape_the_number_of_views_decides(
 
 
 @pytest.mark.parametrize(("count", "together"), [(1, 16), (5, 12), (40, 1), (100, 1)])
-def test_device_encodes_whole_blocks_and_an_image_has_its_place_in_them(
+def test_device_encodes_whole_blocks_and_an_image_has_its_position_in_them(
     broken: list[Path], count: int, together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched: list[Tensor] = []
@@ -294,9 +294,9 @@ def test_device_encodes_whole_blocks_and_an_image_has_its_place_in_them(
     found = list(by_device(TINY, broken[:6], plan, 9))
     assert {tuple(grey.shape) for grey in launched} == {(together * count, 3, size, size)}
     filled = {
-        (number, place)
+        (number, position)
         for number, grey in enumerate(launched)
-        for place, rows in enumerate(grey.view(together, count, -1))
+        for position, rows in enumerate(grey.view(together, count, -1))
         if rows.any()
     }
     numbers = sorted({entry.index // together for entry in found if entry.error is None})
@@ -304,15 +304,15 @@ def test_device_encodes_whole_blocks_and_an_image_has_its_place_in_them(
     assert len(launched) == len(numbers) and filled == expected
 
 
-def test_launch_of_images_that_are_all_bad_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_group_of_bad_images_is_not_launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Compiled, "_launch", None)
     assert len(list(by_device(TINY, [tmp_path / f"{n}.jpg" for n in range(20)], ViewPlan(5)))) == 20
 
 
-# How the work is done
+# Scheduling
 
 
-def test_only_as_many_images_are_taken_as_are_worked_on(way: Way, paths: list[Path]) -> None:
+def test_read_ahead_is_bounded(way: Way, paths: list[Path]) -> None:
     taken = []
 
     def endless() -> Iterator[Path]:
@@ -328,21 +328,21 @@ def test_only_as_many_images_are_taken_as_are_worked_on(way: Way, paths: list[Pa
         assert 1 < len(taken) <= most
 
 
-def test_images_are_read_side_by_side(way: Way, monkeypatch: pytest.MonkeyPatch, threads: Any) -> None:
+def test_images_are_read_in_parallel(way: Way, monkeypatch: pytest.MonkeyPatch, threads: Any) -> None:
     threads(2)
     both = threading.Barrier(2)
 
     def slow(path: Path, admit: object) -> Image.Image:
-        both.wait(30)  # for another that is read at the same time
+        both.wait(30)  # for another one read at the same time
         return photo(0)
 
     monkeypatch.setattr("testtime.images.reading.read_image", slow)
     assert all(entry.error is None for entry in way(TINY, [Path("x")] * 16, ViewPlan(2)))
 
 
-def test_images_that_nobody_waits_for_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_of_a_closed_stream_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     go, read, readers = threading.Event(), [], workers(max(2, min(streams.READERS, os.cpu_count() or 1)))
-    needed = streams.AHEAD + 1  # launches before the first is asked for, of one image each
+    needed = streams.AHEAD + 1  # launches ahead of the caller, of one image each
 
     def slow(path: Path, admit: object) -> Image.Image:
         read.append(path)
@@ -354,7 +354,7 @@ def test_images_that_nobody_waits_for_are_not_read(monkeypatch: pytest.MonkeyPat
     next(source)
     source.close()
     go.set()
-    readers.submit(lambda: None).result(30)  # behind whatever still waits
+    readers.submit(lambda: None).result(30)  # after all tasks still in the queue
     assert needed <= len(read) <= needed + readers._max_workers
 
 
@@ -369,16 +369,16 @@ def test_views_are_made_on_the_device_of_an_encoder_that_offers_its_tower() -> N
 
 
 class Variations:
-    """Tells whether it was ever asked by two threads at a time."""
+    """Records whether two threads ever called it at a time."""
 
     name = "own"
 
     def __init__(self) -> None:
-        self.inside, self.crowd = 0, 0
+        self.inside, self.most_inside = 0, 0
 
     def __call__(self, image: Image.Image, count: int, seed: int) -> list[Image.Image]:
         self.inside += 1
-        self.crowd = max(self.crowd, self.inside)
+        self.most_inside = max(self.most_inside, self.inside)
         drawn = [photo(seed % 1000 + number) for number in range(count)]
         self.inside -= 1
         return drawn
@@ -388,12 +388,12 @@ def test_variations_follow_the_crops_and_are_drawn_one_image_at_a_time(
     paths: list[Path], monkeypatch: pytest.MonkeyPatch, threads: Any
 ) -> None:
     threads(3)
-    monkeypatch.setattr(streams, "_Device", None)  # they are Pillow images, wherever the encoder is
+    monkeypatch.setattr(streams, "_Device", None)  # variations are Pillow images, wherever the encoder is
     monkeypatch.setattr(streams, "on_device", lambda encoder: True)
     source = Variations()
     plan = ViewPlan(4, seed=1, variations=source)
     found = list(stream(TINY, paths, plan))
-    assert source.crowd == 1
+    assert source.most_inside == 1
     for entry in found:
         assert entry.features.shape == (7, TINY.dim)
         assert_close(entry.features[:4], pillow(entry.source, entry.index, plan), "arithmetic")
@@ -432,4 +432,4 @@ def test_answers_on_a_device_are_those_of_the_threads_up_to_rounding(
         monkeypatch.setattr(streams, "on_device", lambda encoder, device=device: device)
         session = tt.Session(task, "dpe", encoder=TINY, views=4, seed=5)
         answers.append(torch.stack([answer.logits for _, answer in session.run(paths)]))
-    assert 0 < (answers[0] - answers[1]).abs().max() < 2  # grey levels that round the other way
+    assert 0 < (answers[0] - answers[1]).abs().max() < 2  # grey levels that round differently

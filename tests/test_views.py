@@ -32,7 +32,7 @@ def photo(width: int, height: int, seed: int = 0) -> Image.Image:
 
 
 def sample_views(extent: tuple[int, int], count: int, size: int, **options: Any) -> list[ViewParameters]:
-    """What `views` will do for an image of `extent`: count - 1 entries, for rows 1 and on."""
+    """The parameters of `views` for an image of `extent`: count - 1 entries, from row 1 on."""
     return entries(draw(extent, count, size, **options))
 
 
@@ -80,7 +80,7 @@ def test_long_strip_agrees_with_torchvision_to_a_few_grey_levels(
     assert difference.abs().mean() * 255 < 0.5
 
 
-def test_hair_thin_image_needs_no_memory() -> None:
+def test_one_pixel_wide_image_needs_little_memory() -> None:
     image = Image.new("RGB", (1, 1_000_000), "white")  # torchvision would ask for 150 GB
     assert views(image, 3, Preprocess(), seed=0, index=0).shape == (3, 3, 224, 224)
 
@@ -95,7 +95,7 @@ def test_clean_view_of_a_photograph_equals_torchvision() -> None:
 
 
 @pytest.mark.parametrize("mode", ["L", "LA", "RGBA", "P", "CMYK", "1"])
-def test_image_of_another_mode_is_seen_in_rgb(mode: str) -> None:
+def test_image_of_another_mode_is_converted_to_rgb(mode: str) -> None:
     image = photo(50, 40).convert(mode)
     assert torch.equal(clean(image, SMALL), clean(image.convert("RGB"), SMALL))
 
@@ -125,7 +125,7 @@ def test_views_depend_on_seed_and_index_and_not_on_which_is_which() -> None:
     assert crops(1, 2) == crops(1, 2)
 
 
-def test_drawn_crop_stays_what_it_was() -> None:
+def test_drawn_crop_does_not_change() -> None:
     # stored features were made with these: a change here makes every feature file stale
     first, second = sample_views((500, 375), 3, 224, seed=1, index=4711, augmix=True)
     assert first.crop == (1, 118, 370, 367, True)
@@ -249,7 +249,7 @@ def test_augmix_that_keeps_everything_is_the_crop() -> None:
     assert torch.equal(_augmix(view, mixes, 0), _unit(view))
 
 
-def test_operations_move_the_picture_and_fill_with_black() -> None:
+def test_operations_move_the_image_and_fill_with_black() -> None:
     white = Image.new("RGB", (8, 8), "white")
     moved = np.array(OPERATIONS["translate_x"](white, 2))[..., 0]
     assert (moved[:, :6] == 255).all() and (moved[:, 6:] == 0).all()
@@ -290,7 +290,7 @@ def test_one_pixel_gives_views_of_its_colour(augmix: bool) -> None:
         {"image": Image.new("RGB", (0, 3))},
     ],
 )
-def test_silly_argument_is_an_input_error(wrong: dict) -> None:
+def test_bad_argument_is_an_input_error(wrong: dict) -> None:
     right = {"image": photo(8, 8), "count": 2, "preprocess": SMALL, "seed": 0, "index": 0}
     with pytest.raises(InputError):
         views(**(right | wrong))
@@ -307,6 +307,6 @@ def test_silly_argument_is_an_input_error(wrong: dict) -> None:
         {"mean": (0,)},
     ],
 )
-def test_silly_preprocess_is_an_input_error(wrong: dict) -> None:
+def test_bad_preprocess_is_an_input_error(wrong: dict) -> None:
     with pytest.raises(InputError):
         Preprocess(**wrong)

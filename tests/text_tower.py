@@ -1,4 +1,4 @@
-"""A trace's own text tower, written out plainly: every token, no chunks, no modules."""
+"""A reference implementation of a trace's text tower: every token, no chunks, no modules."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         return {name: file.get_tensor(name) for name in file.keys()}, file.metadata()
 
 
-def stored_task(tensors: dict[str, Tensor], facts: dict[str, str], dtype: torch.dtype) -> tuple[Task, Tensor]:
+def stored_task(tensors: dict[str, Tensor], metadata: dict[str, str], dtype: torch.dtype) -> tuple[Task, Tensor]:
     """The task of a trace with its text tower, and its stream of views, unit rows."""
-    context = TensorContext(tensors, int(facts["hp.text_heads"]), float(facts["hp.ln_eps"]))
+    context = TensorContext(tensors, int(metadata["hp.text_heads"]), float(metadata["hp.ln_eps"]))
     with torch.no_grad():
         text = context(context.start.to(dtype))
-    names = tuple(facts["stream.classnames"].split("|"))
+    names = tuple(metadata["stream.classnames"].split("|"))
     views = tensors["views"].double()
     stream = (views / views.norm(dim=2, keepdim=True)).to(dtype)
-    return Task(text, names, float(facts["logit_scale"]), context=context), stream
+    return Task(text, names, float(metadata["logit_scale"]), context=context), stream

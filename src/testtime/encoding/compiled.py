@@ -1,8 +1,8 @@
-"""An encoder's image tower for one number of rows, launched as one graph.
+"""An encoder's image tower captured as one CUDA graph for a fixed batch size.
 
-The tower, with the normalisation of pixels in front of it and that of features behind it, is captured for a fixed
-number of rows; fewer are filled up with black ones. Nothing is compiled but a few small kernels, which Triton keeps on
-disk: a run of ten images starts as soon as one of a million. Where memory runs out, the rows are halved.
+The tower, with pixel normalisation before it and feature normalisation after it, is captured for a fixed number of
+rows; smaller batches are padded with black images. Only a few small kernels are compiled, which Triton caches on disk,
+so a run of ten images starts as fast as one of a million. On out of memory, the number of rows is halved.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch.nn.functional import cosine_similarity, normalize
 from testtime.machine.capture import capture, reason, warn_once
 from testtime.types import DeviceEncoder
 
-ALIKE = 0.999  # cosine of features, in half precision, of two ways to compute them
-COARSE = 0.98  # and of products in 8 bits
+ALIKE = 0.999  # minimum cosine of the features of two implementations in half precision
+COARSE = 0.98  # the same with 8-bit products
 
 Tower = Callable[[Tensor], Tensor]  # from normalised pixels (B, 3, H, W) to features (B, D)
 
 
-def faithful(ours: Tower | None, plain: Tower, encoder: DeviceEncoder, least: float = ALIKE) -> Tower:
-    """Our form of an encoder's tower if there is one and it gives what the `plain` tower gives, else that one."""
+def verified(ours: Tower | None, plain: Tower, encoder: DeviceEncoder, least: float = ALIKE) -> Tower:
+    """Our implementation of an encoder's tower if there is one and it agrees with the `plain` tower, else that one."""
     if ours is None:
         return plain
     size = encoder.preprocess.size
@@ -33,13 +33,13 @@ def faithful(ours: Tower | None, plain: Tower, encoder: DeviceEncoder, least: fl
     with torch.inference_mode():
         try:
             alike = cosine_similarity(ours(noise).float(), plain(noise).float()).min()
-        except (RuntimeError, TypeError):  # a library without the operation, or a model of another make
+        except (RuntimeError, TypeError):  # an operation that the library lacks, or a model of another kind
             return plain
     return ours if alike > least else plain
 
 
 class Block(NamedTuple):
-    """Fixed places for one number of rows, and what turns the first into the second."""
+    """Static buffers for a fixed number of rows, and the launch that turns pixels into features."""
 
     pixels: Tensor  # (rows, 3, size, size), grey levels from 0 to 255
     features: Tensor  # (rows, D) float32 unit rows
@@ -49,7 +49,7 @@ class Block(NamedTuple):
 class Compiled:
     """Unit features of `rows` views at a time; `graphs` defaults to whether the encoder is on a GPU.
 
-    What cannot be captured runs without, and a warning says so once. Threads that share it take turns.
+    A tower that cannot be captured runs without a graph, with one warning. Threads that share it take turns.
 
     >>> import torch
     >>> from testtime import load_encoder
@@ -63,16 +63,16 @@ class Compiled:
         self._graphs = encoder.device.type == "cuda" if graphs is None else graphs
         with torch.inference_mode(False), torch.no_grad():
             self._tower = encoder.image_tower()
-            both = encoder.preprocess.mean, encoder.preprocess.std
-            mean, std = (torch.tensor(three, device=encoder.device)[:, None, None] for three in both)
+            channels = encoder.preprocess.mean, encoder.preprocess.std
+            mean, std = (torch.tensor(values, device=encoder.device)[:, None, None] for values in channels)
             self._gain, self._shift = 1 / (255 * std), -mean / std
         self._block: Block | None = None
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
 
     def encode(self, grey: Tensor) -> Tensor:
         """Unit features of grey levels from 0 to 255, not yet normalised: (B, 3, H, W) -> (B, D) float32."""
         parts = []
-        with self._turn, torch.inference_mode(False), torch.no_grad():
+        with self._lock, torch.inference_mode(False), torch.no_grad():
             start = 0
             while start < len(grey):
                 try:
@@ -82,26 +82,26 @@ class Compiled:
                 except torch.OutOfMemoryError:
                     if self.rows == 1:
                         raise
-                # outside `except`, where the traceback holds the memory
+                # outside `except`, whose traceback keeps the memory alive
                 self._block, before, self.rows = None, self.rows, self.rows // 2
-                warn_once(f"Memory ran out at {before} views at a time; going on with {self.rows}.")
-                torch.cuda.empty_cache()  # nothing where there is no GPU
+                warn_once(f"Out of memory at {before} views at a time; continuing with {self.rows}.")
+                torch.cuda.empty_cache()  # does nothing without a GPU
             return torch.cat(parts) if parts else torch.zeros(0, self.encoder.dim, device=self.encoder.device)
 
     def _launch(self, grey: Tensor) -> Tensor:
         """Unit features (n, D) of at most `rows` views."""
         count = len(grey)
         if self._block is None:
-            self._block = self._made(grey)
+            self._block = self._make_block(grey)
         block = self._block
         block.pixels[:count].copy_(grey, non_blocking=True)
         block.pixels[count:].zero_()
         block.launch()
         return block.features[:count].clone()
 
-    def _made(self, grey: Tensor) -> Block:
+    def _make_block(self, grey: Tensor) -> Block:
         device, dtype = self.encoder.device, self.encoder.dtype
-        # whole grey levels are exact in half precision; bfloat16 keeps 8 bits, and mixed ones need more
+        # integer grey levels are exact in half precision; bfloat16 has 8 bits, and mixed levels need more
         levels = torch.float32 if dtype == torch.float32 else torch.float16
         pixels = torch.zeros(self.rows, *grey.shape[1:], dtype=levels, device=device)
         features = torch.zeros(self.rows, self.encoder.dim, device=device)
@@ -116,7 +116,9 @@ class Compiled:
                 launch = capture(run).replay
             except torch.OutOfMemoryError:
                 raise
-            except Exception as error:  # what a library does while it is captured has no common root
-                warn_once(f"Encoder '{self.encoder.name}' cannot be captured, and runs without ({reason(error)}).")
+            except Exception as error:  # errors of libraries during capture have no common base class
+                warn_once(
+                    f"Encoder '{self.encoder.name}' cannot be captured; running without a graph ({reason(error)})."
+                )
                 self._graphs = False
         return Block(pixels, features, launch)

@@ -1,4 +1,4 @@
-"""Encoding: views of images through an encoder into a feature store, once, for any number of replays."""
+"""Encoding: views of images encoded once into a feature store, for any number of replays."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from testtime.files.identity import digest, identity, stamp, weights
 from testtime.types import Encoder, InputError, StoredImage, Task, ViewPlan
 
 DTYPES = {"float16": torch.float16, "float32": torch.float32}
-RECIPE = 1  # of views and features: one more whenever the same images come to give other numbers
+RECIPE = 1  # version of views and features: incremented whenever the same images give other numbers
 
 
 class _Done(NamedTuple):
-    """A shard whose features are right."""
+    """A shard whose features are up to date."""
 
-    kept: tuple[int, ...]  # its images, by their places in the input
-    current: bool  # whether labels, classes and prompts are right too
+    kept: tuple[int, ...]  # positions of its images in the input
+    current: bool  # whether labels, classes and prompts are up to date too
 
 
 def encode(
@@ -46,34 +46,33 @@ def encode(
 ) -> int:
     """Write the features of images to a store, and return how many there are.
 
-    `out` is one file, or, with `shard` images to each, a folder of them. The views of image i depend on (seed, i)
-    alone, i counting every path given, readable or not. Labels are kept where every image has one. An image that
-    cannot be read goes to `on_skip` as one line; without it, the error is raised.
+    `out` is one file, or with `shard`, a folder of files of that many images. The views of image i depend on (seed, i)
+    alone; i counts every path given, readable or not. Labels are kept if every image has one. An image that cannot
+    be read is reported to `on_skip` in one line; without it, the error is raised.
 
-    With `resume`, shards that an earlier run of the same images has finished are kept. One whose images have changed
-    is encoded again, which `report` is told; one that has other labels gets these, and nothing is encoded for it. What
-    was made with other settings is refused, and so are other classes or prompts, unless they are to be replaced too
-    (`retext`).
+    With `resume`, finished shards of an earlier run of the same images are kept. A shard whose images have changed is
+    encoded again and reported to `report`; one with other labels gets the new ones without encoding. Shards made with
+    other settings are refused, and so are other classes or prompts, unless `retext` replaces them too.
     """
     if shard is not None and shard < 1:
-        raise InputError(f"shard={shard}: at least one image to a shard.")
+        raise InputError(f"shard={shard}: a shard needs at least one image.")
     out, size = Path(out), shard or len(paths)
     known = torch.tensor(labels) if labels is not None and None not in labels else None
     made = made_with(encoder, plan, dtype, dataset)
     parts = [range(begin, min(begin + size, len(paths))) for begin in range(0, len(paths), size)]
-    places = [out if shard is None else out / _name(paths, part) for part in parts]
-    contents = [_content(paths, part, plan) for part in parts]  # before an image is read: it may be replaced meanwhile
+    files = [out if shard is None else out / _shard_name(paths, part) for part in parts]
+    contents = [_content(paths, part, plan) for part in parts]  # before reading: an image may be replaced meanwhile
     done: list[_Done | None] = [None] * len(parts)
     if resume and shard:
-        for number, (place, part) in enumerate(zip(places, parts, strict=True)):
-            done[number] = _done(place, made, contents[number], part, plan.total, task, known, retext, report)
-    counts = [0 if shown is None else len(shown.kept) for shown in done]
+        for number, (file, part) in enumerate(zip(files, parts, strict=True)):
+            done[number] = _find_done(file, made, contents[number], part, plan.total, task, known, retext, report)
+    counts = [0 if ready is None else len(ready.kept) for ready in done]
 
     def write(number: int, kept: Sequence[int], features: Tensor) -> None:
         rows = list(kept)
         images, positions = json.dumps([str(paths[index]) for index in rows]), json.dumps(rows)
         save_features(
-            places[number],
+            files[number],
             features.cpu(),
             task.text,
             labels=None if known is None else known[rows],
@@ -82,10 +81,10 @@ def encode(
             metadata=made | {"content": contents[number], "images": images, "positions": positions},
         )
 
-    for number, shown in enumerate(done):
-        if shown is not None and not shown.current:
-            write(number, shown.kept, Features(places[number]).stored(0, len(shown.kept)))
-    todo = [index for part, shown in zip(parts, done, strict=True) if shown is None for index in part]
+    for number, ready in enumerate(done):
+        if ready is not None and not ready.current:
+            write(number, ready.kept, Features(files[number]).stored(0, len(ready.kept)))
+    todo = [index for part, ready in zip(parts, done, strict=True) if ready is None for index in part]
     entries = stream(encoder, (paths[i] for i in todo), plan, indices=todo)
     finished = len(paths) - len(todo)
     if progress and finished:
@@ -111,14 +110,14 @@ def encode(
         writing.result()
     total = sum(counts)
     if total == 0:
-        raise InputError(f"None of the {len(paths)} images could be read, so there is nothing to write to {out}.")
+        raise InputError(f"None of the {len(paths)} images could be read, so nothing is written to {out}.")
     if shard is not None:
-        write_index(out, [place.name for place, count in zip(places, counts, strict=True) if count])
+        write_index(out, [file.name for file, count in zip(files, counts, strict=True) if count])
     return total
 
 
 def made_with(encoder: Encoder, plan: ViewPlan, dtype: torch.dtype, dataset: str) -> dict[str, str]:
-    """What features depend on besides the images, as their file says it."""
+    """Everything that features depend on besides the images, as metadata of their file."""
     metadata = {
         "encoder": encoder.name,
         "weights": weights(encoder),
@@ -128,28 +127,28 @@ def made_with(encoder: Encoder, plan: ViewPlan, dtype: torch.dtype, dataset: str
         "dtype": str(dtype).removeprefix("torch."),
         "recipe": str(RECIPE),
     } | plan.metadata()
-    # a name given by a file that is no UTF-8 is written as it is shown
+    # names that are not UTF-8 are written as they are shown
     return {key: value.encode(errors="backslashreplace").decode() for key, value in metadata.items()}
 
 
-def _name(paths: Sequence[StoredImage], part: range) -> str:
-    """A shard's file: it says which images, so that one left by a run over other images is never taken for ours."""
+def _shard_name(paths: Sequence[StoredImage], part: range) -> str:
+    """A shard's file name, with a digest of its paths: shards left by a run over other images are never reused."""
     return f"features-{part.start:08d}-{digest(str(paths[i]) for i in part)[:8]}.safetensors"
 
 
 def _content(paths: Sequence[StoredImage], part: range, plan: ViewPlan) -> str:
-    """What the content of a shard's images goes by, and of ready-made variations of them."""
+    """A digest that identifies the content of a shard's images and of their ready-made variations."""
     found = [identity(paths[i]) for i in part]
     if (find := getattr(plan.variations, "find", None)) is not None:
         for i in part:
             try:
                 found += [f"{file} {stamp(file)}" for file in find(str(paths[i]), plan.count - 1)]
-            except InputError:  # said when the image has its turn
+            except InputError:  # reported when the image is read
                 found.append("missing")
     return digest(found)
 
 
-def _done(
+def _find_done(
     path: Path,
     made: dict[str, str],
     content: str,
@@ -160,7 +159,7 @@ def _done(
     retext: bool,
     report: Callable[[str], None] | None,
 ) -> _Done | None:
-    """What a finished shard holds, if it is there and its features are those of these images."""
+    """A finished shard, if it exists and its features are those of these images."""
     if not path.exists():
         return None
     store = Features(path)
@@ -176,7 +175,7 @@ def _done(
     kept, before = store.positions, store.metadata.get("content")
     if before != content or not made.keys() <= store.metadata.keys() or kept is None or not set(kept) <= set(part):
         if report:
-            why = "does not say what it was made from" if before is None else "holds images that have changed"
+            why = "has no record of its images" if before is None else "holds images that have changed"
             report(f"{path} {why}; they are encoded again")
         return None
     truth = None if known is None else known[list(kept)]
@@ -192,9 +191,9 @@ def encode_images(
     on_skip: Callable[[str], None] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> tuple[Tensor, list[int]]:
-    """Features (n, V, D) of the images that can be read, and their places among `paths`.
+    """Features (n, V, D) of the images that can be read, and their indices in `paths`.
 
-    An image that cannot be read goes to `on_skip` as one line; without it, the error is raised.
+    An image that cannot be read is reported to `on_skip` in one line; without it, the error is raised.
     """
     features: list[Tensor] = []
     kept: list[int] = []

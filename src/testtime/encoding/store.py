@@ -1,4 +1,4 @@
-"""The feature store: views encoded once, replayed under any method.
+"""The feature store: views encoded once, replayed with any method.
 
 A store is one `.safetensors` file with `views` [N, V, D], `text` [C, D] and optional `labels` [N], or a folder of
 such shards with an `index.json`. Views are read a chunk at a time, so a store may be larger than memory.
@@ -26,7 +26,7 @@ from testtime.types import FeatureError, Task
 FORMAT = "testtime.features"
 VERSION = "1"
 INDEX = "index.json"
-WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)  # what labels may be
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)  # dtypes of labels
 T = TypeVar("T")
 
 
@@ -43,7 +43,7 @@ def save_features(
     """Write a feature file, atomically. `metadata` may add `encoder`, `dataset`, `seed` or anything else."""
     unit_views(views, text.float())
     names = list(map(str, range(len(text)))) if classnames is None else list(classnames)
-    Task(text.float(), tuple(names), scale)  # refuses what does not fit together
+    Task(text.float(), tuple(names), scale)  # checks that they fit together
     tensors = {"views": views, "text": text}
     if labels is not None:
         tensors["labels"] = _labels(labels, len(views), len(text), path)
@@ -87,9 +87,9 @@ class Features:
         self.classnames = self._read_classnames()
         self.scale = self._read_scale()
         self.labels = self._read_labels()
-        # the paths that were encoded, for showing only, and their places in the input; None where it does not say
+        # the encoded paths, for display only, and their positions in the input; None if not stored
         self.images = self._read_each("images", str, "path")
-        self.positions = self._read_each("positions", int, "place")
+        self.positions = self._read_each("positions", int, "position")
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -99,14 +99,14 @@ class Features:
     ) -> Task:
         """The task of this store, its prototypes cast and then normalised.
 
-        With `context`, prompts can be tuned where the file carries a text tower of its own, as stored runs of TPT do.
+        With `context`, prompts can be tuned if the file has its own text tower, as stored runs of TPT do.
         """
         text = unit(self.text.to(device=device, dtype=dtype))
         task = Task(text, self.classnames, self.scale, self.metadata.get("encoder", ""))
         shard = self._shards[0]
         if not context or "ctx_init" not in shard.keys():
             return task
-        from testtime.text.contexts import stored_context  # open_clip is loaded only for this
+        from testtime.text.contexts import stored_context  # loads open_clip
 
         names = [name for name in shard.keys() if name not in ("views", "labels")]
         try:
@@ -114,10 +114,10 @@ class Features:
             with torch.no_grad():
                 fits = tower(tower.start).shape == task.text.shape
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as problem:
-            said = (str(problem) or type(problem).__name__).splitlines()[0]
-            raise FeatureError(f"{self.path}: its text tower cannot be used ({said}). Write it again.") from None
+            reason = (str(problem) or type(problem).__name__).splitlines()[0]
+            raise FeatureError(f"{self.path}: its text tower cannot be used ({reason}). Write it again.") from None
         if not fits:
-            raise FeatureError(f"{self.path}: its text tower gives other prototypes than (C, D) = {tuple(text.shape)}.")
+            raise FeatureError(f"{self.path}: the prototypes of its text tower are not (C, D) = {tuple(text.shape)}.")
         return replace(task, context=tower)
 
     def read(self, start: int, stop: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -125,7 +125,7 @@ class Features:
         return unit_views(self.stored(start, stop), self.text.to(dtype), start)
 
     def stored(self, start: int, stop: int) -> Tensor:
-        """Views of the images from start to stop (n, V, D) as they lie in the file."""
+        """Views of the images from start to stop (n, V, D) as stored in the file."""
         if not 0 <= start < stop <= len(self):
             raise FeatureError(f"No images {start} to {stop} in {self.path}; it holds {len(self)}.")
         parts, begin = [], 0
@@ -143,11 +143,11 @@ class Features:
         # by default about 16 MB of float32 at a time
         size = size if size > 0 else max(1, min(1024, 2**22 // (self.views * self.dim)))
         for start in range(0, len(order), size):
-            places = torch.as_tensor(order[start : start + size]).tolist()
-            if places == list(range(places[0], places[0] + len(places))):  # neighbours are read together
-                yield self.read(places[0], places[-1] + 1, dtype)
+            indices = torch.as_tensor(order[start : start + size]).tolist()
+            if indices == list(range(indices[0], indices[0] + len(indices))):  # consecutive images are read together
+                yield self.read(indices[0], indices[-1] + 1, dtype)
             else:
-                yield torch.cat([self.read(place, place + 1, dtype) for place in places])
+                yield torch.cat([self.read(index, index + 1, dtype) for index in indices])
 
     def _check_text(self) -> None:
         if self.text.ndim != 2 or self.text.shape[1] != self.dim or self.text.dtype not in files.FLOATS.values():
@@ -159,10 +159,10 @@ class Features:
                 raise FeatureError(f"{self.path}: shard {number} has other text prototypes than shard 0.")
 
     def _tensor(self, shard: safe_open, name: str) -> Tensor:
-        """A tensor of a shard, whole."""
+        """A whole tensor of a shard."""
         try:
             return shard.get_tensor(name)
-        except SafetensorError as problem:  # of a type that torch does not have
+        except SafetensorError as problem:  # a dtype that torch does not have
             raise FeatureError(f"{self.path}: tensor '{name}' cannot be read ({problem}). Write it again.") from None
 
     def _read_classnames(self) -> tuple[str, ...]:
@@ -170,7 +170,7 @@ class Features:
         if stored is None:
             return tuple(map(str, range(len(self.text))))
         names = _json_list(stored, str, int, float)
-        if names is None or not _shown(names):
+        if names is None or not _printable(names):
             raise FeatureError(f"{self.path}: metadata 'classnames' is not a JSON list of names: {stored[:60]!r}.")
         if len(names) != len(self.text):
             raise FeatureError(f"{self.path}: {len(names)} class names for {len(self.text)} text prototypes.")
@@ -188,17 +188,17 @@ class Features:
         return scale
 
     def _read_labels(self) -> Tensor | None:
-        having = ["labels" in shard.keys() for shard in self._shards]
-        if not any(having):
+        has_labels = ["labels" in shard.keys() for shard in self._shards]
+        if not any(has_labels):
             return None
-        if not all(having):
-            raise FeatureError(f"{self.path}: shard {having.index(False)} has no labels, others have.")
+        if not all(has_labels):
+            raise FeatureError(f"{self.path}: shard {has_labels.index(False)} has no labels, but others have.")
         counts = [rows.shape[0] for rows in self._rows]
         pairs = zip(self._shards, counts, strict=True)
         return torch.cat([_labels(self._tensor(s, "labels"), n, len(self.text), self.path) for s, n in pairs])
 
     def _read_each(self, key: str, kind: type[T], what: str) -> tuple[T, ...] | None:
-        """What the metadata say of each image under a key, in order; None where a shard does not."""
+        """The metadata of each image under a key, in order; None if a shard has none."""
         found: list[T] = []
         for rows, metadata in zip(self._rows, self._metadata, strict=True):
             if key not in metadata:
@@ -217,7 +217,7 @@ def _labels(labels: Tensor, images: int, classes: int, path: str | Path) -> Tens
     if labels.shape != (images,):
         raise FeatureError(f"{path}: labels must be ({images},), one for each image; got {tuple(labels.shape)}.")
     whole = labels.long()
-    if labels.dtype not in WHOLE or not ((whole >= 0) & (whole < classes)).all():
+    if labels.dtype not in INTEGERS or not ((whole >= 0) & (whole < classes)).all():
         raise FeatureError(f"{path}: labels must be whole numbers from 0 to {classes - 1}.")
     return whole
 
@@ -237,14 +237,14 @@ def _shard_paths(path: Path) -> list[Path]:
     if found.get("format", FORMAT) != FORMAT or not isinstance(shards, list) or not all(map(_is_name, shards)):
         raise FeatureError(f"{index} is not the index of a feature store.")
     _check_version(index, found)
-    paths = [path / Path(name).name for name in shards]  # never a file elsewhere
+    paths = [path / Path(name).name for name in shards]  # never a file in another folder
     if not paths:
-        raise FeatureError(f"{index} names no shards.")
+        raise FeatureError(f"{index} lists no shards.")
     return paths
 
 
 def _check_version(path: Path, metadata: Mapping[str, object]) -> None:
-    """Refuse what another version of testtime wrote; a file made elsewhere says nothing."""
+    """Refuse files of another format version; files made elsewhere have none."""
     if (found := metadata.get("version", VERSION)) != VERSION:
         raise FeatureError(
             f"{path} has format version {str(found)[:40]!r}, this program reads {VERSION}. "
@@ -253,7 +253,7 @@ def _check_version(path: Path, metadata: Mapping[str, object]) -> None:
 
 
 def _json_list(text: str, *kinds: type[T]) -> list[T] | None:
-    """A list of values of these kinds in JSON; None where it is anything else."""
+    """A JSON list of values of these types; None for anything else."""
     try:
         values = files.parse_json(text, "", FeatureError, list)
     except FeatureError:
@@ -261,8 +261,8 @@ def _json_list(text: str, *kinds: type[T]) -> list[T] | None:
     return values if all(isinstance(value, kinds) and not isinstance(value, bool) for value in values) else None
 
 
-def _shown(names: Sequence[object]) -> bool:
-    """Whether names can be written: none of them holds half of a character, as JSON can."""
+def _printable(names: Sequence[object]) -> bool:
+    """Whether names can be printed: none has a lone surrogate, which JSON allows."""
     try:
         "".join(map(str, names)).encode()
         return True
@@ -271,7 +271,7 @@ def _shown(names: Sequence[object]) -> bool:
 
 
 def _is_name(name: object) -> bool:
-    """Whether this can be the name of a file, also one that is no UTF-8."""
+    """Whether this can be a file name, also one that is not UTF-8."""
     try:
         return isinstance(name, str) and b"\0" not in os.fsencode(name)
     except UnicodeEncodeError:
@@ -286,5 +286,5 @@ def _shape(shard: safe_open, path: Path) -> tuple[int, int, int]:
         )
     shape = tuple(shard.get_slice("views").get_shape())
     if len(shape) != 3 or 0 in shape:
-        raise FeatureError(f"{path}: views must be [N,V,D] with none of them 0; got {list(shape)}.")
+        raise FeatureError(f"{path}: views must be [N,V,D], none of them 0; got {list(shape)}.")
     return shape  # type: ignore[return-value]

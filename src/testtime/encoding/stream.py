@@ -1,18 +1,18 @@
-"""One encoding stream: from images to features, ahead of whoever takes them.
+"""One encoding stream: from images to features, ahead of the caller.
 
     images -> read -> views -> encode -> unit features, in the order of the input
 
-Images are read by threads. On a CPU Pillow makes the views, and each thread encodes blocks of them by itself. On a GPU,
-for an encoder that offers its tower (`types.DeviceEncoder`), views are made there, on a CUDA stream of their own.
+Images are read by threads. On a CPU, Pillow makes the views, and each thread encodes blocks of them by itself. On a
+GPU, if the encoder offers its tower (`types.DeviceEncoder`), views are made there, on a separate CUDA stream.
 An image that cannot be used is reported in its turn.
 
-Memory is bounded: a file's header says how large its image will be, and a large one is decoded only once there is room
-for it beside those in work (`DECODED`). So a stream takes that much and one image, of `reading.MAX_PIXELS` at most.
-Images are decoded in full, however large they are: views are cut from all of their pixels.
+Memory is bounded: a file's header gives the size of its image, and a large one is decoded only once it fits the memory
+budget (`DECODED`) beside the images in progress. So a stream takes that much plus one image, of at most
+`reading.MAX_PIXELS`. Images are decoded at full size, however large: views are cropped from all of their pixels.
 
-The features of an image depend on the image, the seed, its index, the encoder and the device alone: every block that is
-encoded has a fixed shape, and an image has its place in it by its index. So a stream that is cut, resumed or sharded
-gives the same bits.
+The features of an image depend on the image, the seed, its index, the encoder and the device alone: every encoded block
+has a fixed shape, and an image's index decides its position in it. So a stream that is split, resumed or sharded gives
+the same bits.
 """
 
 from __future__ import annotations
@@ -38,39 +38,39 @@ from testtime.encoding.encoders import needed
 from testtime.images import reading
 from testtime.images.diffusion import variation_views
 from testtime.images.draw import Drawn, draw
-from testtime.images.gpu_views import as_picture, grey_views
+from testtime.images.gpu_views import as_pixels, grey_views
 from testtime.images.views import views
 from testtime.machine.threads import workers
 from testtime.ops import checked_views, refuse_views, unit_views
 from testtime.types import DeviceEncoder, Encoder, InputError, StoredImage, ViewPlan
 
-ROWS = 8  # views that a thread of the CPU encodes at a time
-LAUNCH = 64  # views that a GPU encodes at a time, or those of one image where it has more
-MOST = 16  # images of few views that wait for one another on a GPU
-READERS = 4  # threads that read images for a GPU: more would only wait for Python's lock
-AHEAD = 2  # launches before the first is asked for
-DECODED = 2**30  # bytes that the images of a stream may take while they are decoded and wait, or those of one image
-A_THREAD = 2**28  # bytes among them for each thread at least, so that photographs of up to 22 megapixels never wait
-LARGE = 2**28  # bytes of an image from which memory is given back to the system once it is done
-PINNED = 2**26  # bytes of a picture from which memory that a GPU copies by itself is too dear: it is never given back
+ROWS = 8  # views per block that a CPU thread encodes
+LAUNCH = 64  # views per launch on a GPU, or those of one image if it has more
+MAX_IMAGES = 16  # most images per launch on a GPU
+READERS = 4  # threads that read images for a GPU: more would only wait for the GIL
+AHEAD = 2  # launches ahead of the caller
+DECODED = 2**30  # bytes for the decoded images of a stream, or for one image if it takes more
+PER_THREAD = 2**28  # bytes of it per thread, at least, so that photographs of up to 22 megapixels never wait
+LARGE = 2**28  # bytes of an image from which its memory is returned to the system afterwards
+PINNED = 2**26  # bytes of an image up to which it is pinned: pinned memory is never returned
 
-# a path or what else holds an image's bytes, a Pillow image, pixels (H, W, 3) uint8; or features
+# a path or stored image, a Pillow image, pixels (H, W, 3) uint8; or features
 Source: TypeAlias = str | StoredImage | Image.Image | Tensor
 
-_drawing = threading.Lock()  # a source of variations need not bear several threads
+_drawing = threading.Lock()  # a source of variations need not be thread-safe
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Encoded:
     """One image of a stream: its features, or why there are none."""
 
-    index: int  # its place in the input
-    source: Any  # as it was given
+    index: int  # its position in the input
+    source: Any  # as given
     features: Tensor | None  # (V, D) unit rows
     error: InputError | None = None
 
     def usable(self) -> Tensor:
-        """The features, or the error raised."""
+        """The features; raises the error if there are none."""
         if self.features is None:
             raise self.error or RuntimeError(f"{self.source} was not encoded.")
         return self.features
@@ -84,10 +84,10 @@ def stream(
     indices: Iterable[int] | None = None,
     like: Tensor | None = None,
 ) -> Iterator[Encoded]:
-    """The features of each image, in order; `indices` are their places in the input, by default from 0 on.
+    """The features of each image, in order; `indices` are their positions in the input, by default from 0 on.
 
-    They have the precision and the device of `like`, or else those that the encoder gives. Features that are given in
-    place of images, (D,) or (V, D), only pass through.
+    They have the dtype and device of `like`, or else those of the encoder's output. Features given instead of images,
+    (D,) or (V, D), are only normalised and checked.
 
     >>> import testtime as tt
     >>> from PIL import Image
@@ -103,17 +103,17 @@ def stream(
         return
     numbered = chain([head], numbered)
     if isinstance(head[1], Tensor) and head[1].dtype != torch.uint8:  # pixels are bytes
-        yield from _given(numbered, like)
+        yield from _pass_through(numbered, like)
     elif encoder is None:
-        raise InputError("This session has no encoder; give features, or make it with Session(..., encoder=).")
+        raise InputError("This session has no encoder; release features, or make it with Session(..., encoder=).")
     elif plan.variations is None and on_device(encoder := needed(encoder)):
         yield from _Device(encoder, plan, like).run(numbered)
     else:
-        yield from _by_threads(encoder, numbered, plan, like)
+        yield from _on_cpu(encoder, numbered, plan, like)
 
 
 def readable(entries: Iterable[Encoded], on_skip: Callable[[str], None] | None) -> Iterator[Encoded]:
-    """The images as they come; those that cannot be used go to `on_skip` as one line, or are raised without it."""
+    """All entries; errors are reported to `on_skip` in one line, or raised without it."""
     for entry in entries:
         if entry.error is not None:
             if on_skip is None:
@@ -123,17 +123,17 @@ def readable(entries: Iterable[Encoded], on_skip: Callable[[str], None] | None) 
 
 
 def on_device(encoder: Encoder) -> TypeGuard[DeviceEncoder]:
-    """Whether views are made and encoded where the encoder is: on a GPU, if it offers its tower."""
+    """Whether views are made and encoded on the encoder's device: a GPU, for an encoder that offers its tower."""
     return isinstance(encoder, DeviceEncoder) and encoder.device.type == "cuda"
 
 
-def _given(numbered: Iterator[tuple[int, Any]], like: Tensor | None) -> Iterator[Encoded]:
+def _pass_through(numbered: Iterator[tuple[int, Any]], like: Tensor | None) -> Iterator[Encoded]:
     for index, rows in numbered:
         yield _unit(index, rows, rows[None] if rows.ndim == 1 else rows, like)
 
 
 def _unit(index: int, source: Source, rows: Tensor, like: Tensor | None) -> Encoded:
-    """Features made unit rows, or refused."""
+    """Features normalised to unit rows, or an error."""
     try:
         return Encoded(index, source, unit_views(rows[None], rows if like is None else like, index)[0])
     except InputError as error:
@@ -141,14 +141,14 @@ def _unit(index: int, source: Source, rows: Tensor, like: Tensor | None) -> Enco
 
 
 class MemoryBudget:
-    """Bytes that images in work may take together."""
+    """Memory budget in bytes, shared by the images in progress."""
 
     def __init__(self, total: int) -> None:
         self.total, self.taken = total, 0
         self._changed = threading.Condition()
 
     def take(self, size: int, *, wait: bool = False, force: bool = False) -> bool:
-        """Whether so many bytes are taken: if they fit, or by `force`, or after a `wait` until they do or none are."""
+        """Reserve bytes if they fit, or by `force`, or after a `wait` until they fit or none are taken. True if so."""
         with self._changed:
             if wait:
                 self._changed.wait_for(lambda: not self.taken or self._fits(size))
@@ -157,10 +157,10 @@ class MemoryBudget:
             self.taken += size
             return True
 
-    def give(self, size: int) -> None:
-        """Bytes that are free again."""
+    def release(self, size: int) -> None:
+        """Release bytes."""
         if size >= LARGE and (trim := getattr(ctypes.pythonapi, "malloc_trim", None)):
-            trim(0)  # GNU's C library keeps for each thread what nobody uses
+            trim(0)  # glibc keeps freed memory in per-thread arenas
         with self._changed:
             self.taken -= size
             self._changed.notify_all()
@@ -174,52 +174,52 @@ class _Full(Exception):
 
 
 class _Share:
-    """What one image has of a memory budget, taken as `take` has it."""
+    """One image's share of a memory budget; `take` are options of `MemoryBudget.take`."""
 
     def __init__(self, budget: MemoryBudget, **take: bool) -> None:
         self.budget, self.size, self._take = budget, 0, take
 
     def admit(self, extent: tuple[int, int]) -> None:
-        """Take what an image of some width and height needs while it is worked on."""
-        size = extent[0] * extent[1] * reading.PIXEL
+        """Reserve what an image of this width and height needs while it is processed."""
+        size = extent[0] * extent[1] * reading.BYTES_PER_PIXEL
         if not self.budget.take(size, **self._take):
             raise _Full
         self.size = size
 
     def keep(self, size: int) -> None:
-        """Give back all but `size` bytes."""
+        """Release all but `size` bytes."""
         if size < self.size:
-            self.budget.give(self.size - size)
+            self.budget.release(self.size - size)
             self.size = size
 
 
 def _opened(source: Source, share: _Share) -> Image.Image:
-    """A Pillow image of a source; one that is yet to be decoded takes its share of the memory first."""
+    """A Pillow image of a source; before decoding, it reserves its share of the memory."""
     if isinstance(source, str | StoredImage):
         return reading.read_image(source, share.admit)
-    return Image.fromarray(as_picture(source).cpu().numpy()) if isinstance(source, Tensor) else source
+    return Image.fromarray(as_pixels(source).cpu().numpy()) if isinstance(source, Tensor) else source
 
 
 @contextmanager
-def _large(source: Source) -> Iterator[None]:
-    """Blame the image where memory runs out over it."""
+def _memory_errors(source: Source) -> Iterator[None]:
+    """Raise an out-of-memory error as an ImageError of this image."""
     try:
         yield
     except MemoryError:
-        with reading.blamed(reading.name_of(source)):
+        with reading.image_errors(reading.source_name(source)):
             raise
 
 
 # On the CPU
 
 
-def _by_threads(
+def _on_cpu(
     encoder: Encoder, numbered: Iterator[tuple[int, Source]], plan: ViewPlan, like: Tensor | None
 ) -> Iterator[Encoded]:
     threads = torch.get_num_threads()
     pool, waiting = workers(threads, flush=True), deque[tuple[int, Source, Future[list[Future[Tensor]]]]]()
-    ahead = 2 + 2 * threads * ROWS // max(plan.total, ROWS)  # images in work: enough for all, few enough for the memory
-    budget = MemoryBudget(max(DECODED, threads * A_THREAD))
+    ahead = 2 + 2 * threads * ROWS // max(plan.total, ROWS)  # images in progress: enough for all, few enough for memory
+    budget = MemoryBudget(max(DECODED, threads * PER_THREAD))
     try:
         while True:
             while len(waiting) < ahead and (entry := next(numbered, None)) is not None:
@@ -241,10 +241,10 @@ def _by_threads(
 def _prepare(
     pool: ThreadPoolExecutor, budget: MemoryBudget, encoder: Encoder, plan: ViewPlan, index: int, source: Source
 ) -> list[Future[Tensor]]:
-    """Read one image and make its views; blocks of them are encoded by whoever is free."""
-    share = _Share(budget, wait=True)  # for others that are in work, and these wait for nobody
+    """Read one image and make its views; blocks of them are encoded by any free thread."""
+    share = _Share(budget, wait=True)  # for images in progress, which never wait themselves
     try:
-        with _large(source):
+        with _memory_errors(source):
             pixels = _views(_opened(source, share), encoder, plan, index)
     finally:
         share.keep(0)
@@ -264,43 +264,43 @@ def _views(image: Image.Image, encoder: Encoder, plan: ViewPlan, index: int) -> 
 
 
 class _Read(NamedTuple):
-    """One image as threads leave it."""
+    """One image as read by a thread."""
 
     pixels: Tensor  # (H, W, 3) uint8
-    drawn: Drawn  # what is random about its views
+    drawn: Drawn  # random parameters of its views
     share: _Share  # of the memory budget
-    grey: Tensor | None = None  # (V, 3, size, size), its views where they are made already
+    grey: Tensor | None = None  # (V, 3, size, size), its views if already made
 
 
 @dataclass(eq=False)
 class _Waiting:
-    """One image that is read ahead, or the error that came of it."""
+    """One image that is read ahead, or its error."""
 
     index: int
     source: Source
-    future: Future[_Read]  # ends with _Full where there was no memory for it
+    future: Future[_Read]  # raises _Full if there was no memory for it
     error: InputError | None = None
 
 
 class _Launched(NamedTuple):
-    """Images whose features are on their way: those of the images without an error, and whether they are usable."""
+    """Images in flight: features of those without an error, and whether these are usable."""
 
     images: Sequence[_Waiting]
     features: Tensor  # (n, V, D)
     good: Tensor  # (n,)
-    event: torch.cuda.Event | None = None  # of their arrival
+    event: torch.cuda.Event | None = None  # recorded after them
 
 
 class _Device:
-    """Images read by threads, and views made and encoded on the device ahead of the caller."""
+    """Images read by threads; views made and encoded on the device, ahead of the caller."""
 
     def __init__(self, encoder: DeviceEncoder, plan: ViewPlan, like: Tensor | None) -> None:
         self.encoder, self.plan, self.like = encoder, plan, like
-        self.together = max(1, min(MOST, LAUNCH // plan.count))  # images to a launch
-        self.compiled = _compiled(encoder, self.together * plan.count)
-        self.side = _side(encoder.device) if encoder.device.type == "cuda" else None
+        self.together = max(1, min(MAX_IMAGES, LAUNCH // plan.count))  # images per launch
+        self.compiled = _compiled_for(encoder, self.together * plan.count)
+        self.side = _side_stream(encoder.device) if encoder.device.type == "cuda" else None
         threads = max(2, min(READERS, os.cpu_count() or 1))
-        self.pool, self.budget = workers(threads), MemoryBudget(max(DECODED, threads * A_THREAD))
+        self.pool, self.budget = workers(threads), MemoryBudget(max(DECODED, threads * PER_THREAD))
 
     def run(self, numbered: Iterator[tuple[int, Source]]) -> Iterator[Encoded]:
         groups = (list(group) for _, group in groupby(numbered, lambda entry: entry[0] // self.together))
@@ -314,10 +314,10 @@ class _Device:
                 if waiting and len(launched) <= AHEAD:
                     launched.append(self._launch(waiting.popleft()))
                     for image in chain.from_iterable(waiting):
-                        if image.future.done() and isinstance(image.future.exception(), _Full):  # others have made room
+                        if image.future.done() and isinstance(image.future.exception(), _Full):  # memory was freed
                             image.future = self.pool.submit(self._read, image.index, image.source)
                 elif launched:
-                    yield from self._landed(launched.popleft())
+                    yield from self._finish(launched.popleft())
                 else:
                     return
         finally:
@@ -325,53 +325,53 @@ class _Device:
                 image.future.cancel()
 
     def _read(self, index: int, source: Source, now: bool = False) -> _Read:
-        """An image read; _Full where there is no memory for it yet, unless it is wanted `now`.
+        """An image read; raises _Full if there is no memory for it yet, unless it is needed `now`.
 
-        Threads wait for no memory: it is whoever takes the features that frees it, and who may take other things first.
+        Threads never wait for memory: only the caller frees it, by taking features, and may do other things first.
         """
         share, plan = _Share(self.budget, force=now), self.plan
         try:
-            with _large(source):
-                picture = as_picture(source if isinstance(source, Tensor) else _opened(source, share))
-                share.keep(picture.nbytes)  # decoded, it takes less
-                height, width = picture.shape[:2]
+            with _memory_errors(source):
+                pixels = as_pixels(source if isinstance(source, Tensor) else _opened(source, share))
+                share.keep(pixels.nbytes)  # decoded, it takes less
+                height, width = pixels.shape[:2]
                 size = self.encoder.preprocess.size
                 drawn = draw((width, height), plan.count, size, seed=plan.seed, index=index, augmix=plan.augmix)
-                if self.side and not picture.is_cuda and picture.nbytes <= PINNED:
-                    picture = picture.pin_memory()
-                return _Read(picture, drawn, share)
+                if self.side and not pixels.is_cuda and pixels.nbytes <= PINNED:
+                    pixels = pixels.pin_memory()
+                return _Read(pixels, drawn, share)
         except BaseException:
             share.keep(0)
             raise
 
     def _launch(self, group: Sequence[_Waiting]) -> _Launched:
-        """A group on its way through the encoder, on a stream of its own where there are streams."""
+        """A group launched through the encoder, on a side stream if on a GPU."""
         if self.side is None:
-            return _Launched(group, *self._features(self._taken(group)))
+            return _Launched(group, *self._features(self._collect(group)))
         caller = torch.cuda.current_stream(self.encoder.device)
         self.side.wait_stream(caller)
         with torch.cuda.stream(self.side):
-            features, good = self._features(self._taken(group))
+            features, good = self._features(self._collect(group))
             good = good.to("cpu", non_blocking=True)
             event = torch.cuda.Event()
             event.record()
-        features.record_stream(caller)  # its memory is not to be used again before the caller is done with it
+        features.record_stream(caller)  # its memory must not be reused before the caller is done with it
         return _Launched(group, features, good, event)
 
-    def _taken(self, group: Sequence[_Waiting]) -> dict[int, _Read]:
-        """The images of a group that can be read, by their places in it, on the device; their memory is free."""
+    def _collect(self, group: Sequence[_Waiting]) -> dict[int, _Read]:
+        """The readable images of a group, by position in it, on the device; their budget is released."""
         reads = {}
         for image in group:
             try:
                 try:
                     read = image.future.result()
-                except _Full:  # those before it are done, so it is its turn
+                except _Full:  # those before it are done, so read it now
                     read = self.pool.submit(self._read, image.index, image.source, True).result()
             except InputError as error:
                 image.error = error
                 continue
             read = read._replace(pixels=read.pixels.to(self.encoder.device, non_blocking=True))
-            if read.pixels.nbytes > PINNED:  # at once: the pictures of several would fill the device
+            if read.pixels.nbytes > PINNED:  # at once: several such images would fill the device
                 read = read._replace(grey=self._grey([read])[0], pixels=read.pixels.new_empty(0))
             reads[image.index % self.together] = read
             read.share.keep(0)
@@ -382,27 +382,27 @@ class _Device:
         return grey_views([read.pixels for read in reads], [read.drawn for read in reads], self.encoder.preprocess)
 
     def _features(self, reads: dict[int, _Read]) -> tuple[Tensor, Tensor]:
-        """Unit features (n, V, D), and whether they are: (n,)."""
+        """Unit features (n, V, D), and whether they are usable: (n,)."""
         if not reads:
             return torch.empty(0, device=self.encoder.device), torch.empty(0)
         rest = [read for read in reads.values() if read.grey is None]
         grey = self._grey(rest) if rest else None
-        if grey is None or len(rest) < self.together:  # some are made already, or have no image: those are black
+        if grey is None or len(rest) < self.together:  # some are made already, or missing: those stay black
             made = iter(() if grey is None else grey)
-            rows = {place: next(made) if read.grey is None else read.grey for place, read in reads.items()}
+            rows = {position: next(made) if read.grey is None else read.grey for position, read in reads.items()}
             size = self.encoder.preprocess.size
             grey = next(iter(rows.values())).new_zeros(self.together, self.plan.count, 3, size, size)
-            for place, row in rows.items():
-                grey[place] = row
+            for position, row in rows.items():
+                grey[position] = row
         features = self.compiled.encode(grey.flatten(0, 1)).unflatten(0, (self.together, -1))
-        if len(reads) < self.together:  # one by one: a list of places would be sent there, and waited for
-            features = torch.stack([features[place] for place in reads])
+        if len(reads) < self.together:  # one by one: a list of indices would be copied there, and waited for
+            features = torch.stack([features[position] for position in reads])
         return checked_views(features, features if self.like is None else self.like)
 
-    def _landed(self, launched: _Launched) -> Iterator[Encoded]:
-        """A group once its features are there; what no method can use has become an error."""
+    def _finish(self, launched: _Launched) -> Iterator[Encoded]:
+        """A group once its features have arrived; unusable features become errors."""
         if launched.event is not None:
-            launched.event.synchronize()  # the launches behind it keep the GPU busy
+            launched.event.synchronize()  # later launches keep the GPU busy
         rows = zip(launched.features, launched.good.tolist(), strict=True)
         for image in launched.images:
             features, usable = (None, False) if image.error else next(rows)
@@ -411,13 +411,13 @@ class _Device:
 
 
 @cache
-def _side(device: torch.device) -> torch.cuda.Stream:
-    """The CUDA stream on which views are made and encoded; the same for all, since each keeps memory of its own."""
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The CUDA stream for making and encoding views; shared, since each stream has its own memory pool."""
     return torch.cuda.Stream(device)
 
 
-def _compiled(encoder: DeviceEncoder, rows: int) -> Compiled:
-    """The encoder captured for so many rows, made once and kept with it."""
+def _compiled_for(encoder: DeviceEncoder, rows: int) -> Compiled:
+    """The encoder captured for a number of rows, cached on the encoder."""
     kept: dict[int, Compiled] = vars(encoder).setdefault("_compiled", {})
     if rows not in kept:
         kept[rows] = Compiled(encoder, rows)

@@ -1,13 +1,13 @@
-"""CLIP's vision transformer as products of matrices and little else, for a GPU to run from a graph.
+"""CLIP's vision transformer as GEMMs and little else, for a CUDA graph.
 
-The same sums as the model's own layers, in fewer passes over memory, and nothing to compile but two small kernels:
+It computes what the model's own layers compute, in fewer passes over memory, and compiles only two small kernels:
 
-- queries, keys and values are one product; a sum of the residual stream is part of the product before it, and the
-  biases that belong there ride along as one vector until a norm reads it;
-- a norm, and an activation, is one kernel each, in float32 inside;
-- of the last block only the class token is needed, so only its query, projection and MLP are computed.
+- queries, keys and values are one GEMM; residual sums are fused into the GEMM before them, and their biases
+  accumulate in one vector until a norm reads it;
+- each norm and each activation is one kernel, in float32 inside;
+- the last block needs only the class token, so only its query, projection and MLP are computed.
 
-`from_open_clip` and `from_transformers` say which models it understands; `compiled.faithful` compares each with the
+`from_open_clip` and `from_transformers` define which models are supported; `compiled.verified` compares each with the
 model itself before it is used.
 """
 
@@ -59,7 +59,7 @@ class Tower:
             from testtime.encoding import vit_kernels
 
             self.kernels = vit_kernels
-        # the biases of the residual stream so far, at each norm
+        # sum of the residual stream's biases so far, at each norm
         offset = weights.patch.new_zeros(width)
         self.offsets = [offset]
         for block in weights.blocks:
@@ -67,7 +67,7 @@ class Tower:
 
     def __call__(self, pixels: Tensor) -> Tensor:
         weights, count = self.weights, len(pixels)
-        x = self._embedded(pixels)  # (B, T, W)
+        x = self._embed(pixels)  # (B, T, W)
         tokens, width = x.shape[1:]
         x = x.flatten(0, 1)
         *blocks, last = weights.blocks
@@ -84,12 +84,12 @@ class Tower:
         kv = F.linear(y, last.qkv[width:], last.qkv_bias[width:]).view(count, tokens, 2, weights.heads, -1)
         k, v = kv.permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(-1, width)
-        x = torch.addmm(x.view(count, tokens, width)[:, 0], y, last.out.weight.T)  # of the class tokens alone
+        x = torch.addmm(x.view(count, tokens, width)[:, 0], y, last.out.weight.T)  # only the class tokens
         x = self._mlp(x, next(offsets), last)
         return self._norm(x, next(offsets), weights.after) @ weights.project
 
-    def _embedded(self, pixels: Tensor) -> Tensor:
-        """Tokens (B, T, W) of pixels: patches by one product, with their positions, normalised."""
+    def _embed(self, pixels: Tensor) -> Tensor:
+        """Tokens (B, T, W) of pixels: patches by one GEMM, with their positions, normalised."""
         weights, side = self.weights, self.weights.patch.shape[-1]
         count, colours, height, width = pixels.shape
         patches = pixels.view(count, colours, height // side, side, width // side, side).permute(0, 2, 4, 1, 3, 5)
@@ -121,56 +121,56 @@ class Tower:
 
 
 class Float8(Tower):
-    """The same of bfloat16 weights, the three large products of every block but the last of 8-bit numbers.
+    """The same for bfloat16 weights, with the three large GEMMs of every block but the last in float8.
 
-    Each row of either factor has a scale of its own, by its largest number: nothing is learned from images.
+    Each row of either factor has its own scale, by its largest value: nothing is calibrated on images.
     """
 
     def __init__(self, weights: Weights) -> None:
         super().__init__(weights)
-        self.small = {
-            id(block): tuple(map(rows8, (block.qkv, block.up.weight, block.down.weight)))
+        self.float8 = {
+            id(block): tuple(map(quantise_rows, (block.qkv, block.up.weight, block.down.weight)))
             for block in weights.blocks[:-1]
         }
 
     def _qkv(self, x: Tensor, offset: Tensor, block: Block) -> Tensor:
-        return product(*self._norm8(x, offset, block.norm1), *self.small[id(block)][0], block.qkv_bias)
+        return scaled_gemm(*self._norm8(x, offset, block.norm1), *self.float8[id(block)][0], block.qkv_bias)
 
     def _mlp(self, x: Tensor, offset: Tensor, block: Block) -> Tensor:
-        if id(block) not in self.small:
+        if id(block) not in self.float8:
             return super()._mlp(x, offset, block)
-        _, up, down = self.small[id(block)]
-        y = product(*self._norm8(x, offset, block.norm2), *up, block.up.bias)
-        return x.add_(product(*self._activate8(y), *down))
+        _, up, down = self.float8[id(block)]
+        y = scaled_gemm(*self._norm8(x, offset, block.norm2), *up, block.up.bias)
+        return x.add_(scaled_gemm(*self._activate8(y), *down))
 
     def _norm8(self, x: Tensor, offset: Tensor, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
         if self.kernels is None:
-            return rows8(self._norm(x, offset, norm))
-        out = space8(x)
+            return quantise_rows(self._norm(x, offset, norm))
+        out = empty_rows(x)
         self.kernels.normalise(x, offset, norm, *out)
         return out
 
     def _activate8(self, x: Tensor) -> tuple[Tensor, Tensor]:
         if self.kernels is None:
-            return rows8(self._activate(x))
-        out = space8(x)
+            return quantise_rows(self._activate(x))
+        out = empty_rows(x)
         self.kernels.activate(x, self.weights.quick, *out)
         return out
 
 
-def space8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Memory for what `rows8` gives of x (N, W)."""
+def empty_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Output buffers of `quantise_rows` for x (N, W)."""
     return torch.empty_like(x, dtype=torch.float8_e4m3fn), x.new_empty(len(x), 1, dtype=torch.float32)
 
 
-def rows8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows (N, W) as 8-bit numbers, and the scales (N, 1) to multiply them with."""
+def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows (N, W) quantised to float8, and the scales (N, 1) to multiply them with."""
     scales = x.float().abs().amax(1, keepdim=True).clamp_min(1e-12) / torch.finfo(torch.float8_e4m3fn).max
     return (x.float() / scales).to(torch.float8_e4m3fn), scales
 
 
-def product(x: Tensor, by_row: Tensor, y: Tensor, by_column: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x y.T + bias of 8-bit rows, in bfloat16: the only kind that scales by row come in."""
+def scaled_gemm(x: Tensor, by_row: Tensor, y: Tensor, by_column: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x y.T + bias of float8 rows, in bfloat16: the only output dtype with row-wise scales."""
     if x.is_cuda:
         return torch._scaled_mm(x, y.T, by_row, by_column.T, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=True)
     out = (x.float() * by_row) @ (y.float() * by_column).T
@@ -178,7 +178,7 @@ def product(x: Tensor, by_row: Tensor, y: Tensor, by_column: Tensor, bias: Tenso
 
 
 def from_open_clip(visual: Any, kind: type[Tower] = Tower) -> Tower | None:
-    """The tower of open_clip's vision transformer; None where it has parts that `Tower` does not know."""
+    """The tower of open_clip's vision transformer; None if it has parts that `Tower` does not support."""
     blocks = getattr(getattr(visual, "transformer", None), "resblocks", None)
     plain = (
         type(visual).__name__ == "VisionTransformer"
@@ -194,7 +194,7 @@ def from_open_clip(visual: Any, kind: type[Tower] = Tower) -> Tower | None:
         return None
     dtype = visual.conv1.weight.dtype
 
-    def made(block: Any) -> Block:
+    def convert(block: Any) -> Block:
         attention, mlp = block.attn, block.mlp
         qkv = attention.in_proj_weight, attention.in_proj_bias
         return Block(block.ln_1, *qkv, attention.out_proj, block.ln_2, mlp.c_fc, mlp.c_proj)
@@ -205,7 +205,7 @@ def from_open_clip(visual: Any, kind: type[Tower] = Tower) -> Tower | None:
             visual.class_embedding.to(dtype),
             visual.positional_embedding.to(dtype),
             visual.ln_pre,
-            tuple(map(made, blocks)),
+            tuple(map(convert, blocks)),
             visual.ln_post,
             visual.proj.to(dtype),
             blocks[0].attn.num_heads,
@@ -215,7 +215,7 @@ def from_open_clip(visual: Any, kind: type[Tower] = Tower) -> Tower | None:
 
 
 def _is_plain(block: Any) -> bool:
-    """Whether a block of open_clip is attention and an MLP of four times the width, and nothing else."""
+    """Whether a block of open_clip is attention and a two-layer MLP, and nothing else."""
     return (
         type(block).__name__ == "ResidualAttentionBlock"
         and isinstance(block.attn, nn.MultiheadAttention)
@@ -227,7 +227,7 @@ def _is_plain(block: Any) -> bool:
 
 
 def from_transformers(model: Any, kind: type[Tower] = Tower) -> Tower | None:
-    """The tower of CLIP's vision transformer in `transformers`; None where it is another kind of model."""
+    """The tower of CLIP's vision transformer in `transformers`; None for any other model."""
     vision = getattr(model, "vision_model", None)
     if type(model).__name__ != "CLIPModel" or vision is None:
         return None
@@ -236,7 +236,7 @@ def from_transformers(model: Any, kind: type[Tower] = Tower) -> Tower | None:
         return None
     embedded = vision.embeddings
 
-    def made(layer: Any) -> Block:
+    def convert(layer: Any) -> Block:
         attention, mlp = layer.self_attn, layer.mlp
         parts = attention.q_proj, attention.k_proj, attention.v_proj
         qkv, bias = torch.cat([part.weight for part in parts]), torch.cat([part.bias for part in parts])
@@ -248,7 +248,7 @@ def from_transformers(model: Any, kind: type[Tower] = Tower) -> Tower | None:
             embedded.class_embedding,
             embedded.position_embedding.weight,
             vision.pre_layrnorm,
-            tuple(map(made, vision.encoder.layers)),
+            tuple(map(convert, vision.encoder.layers)),
             vision.post_layernorm,
             model.visual_projection.weight.T.contiguous(),
             model.config.vision_config.num_attention_heads,

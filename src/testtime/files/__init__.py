@@ -1,4 +1,4 @@
-"""Files that are whole or not there: atomic writes, regular files read whole, safetensors with readable errors."""
+"""Files: atomic writes, reads of regular files, safetensors with readable errors."""
 
 from __future__ import annotations
 
@@ -23,28 +23,29 @@ from testtime.types import InputError
 
 
 def write_atomic(path: str | Path, content: bytes | str) -> Path:
-    """Write a file that others see either as it was or complete: write aside, flush to disk, rename."""
+    """Write a file atomically, by temporary file, flush and rename: readers see the old file or the whole new one."""
     path = Path(path)
-    data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content  # names may be odd
-    aside = _aside(path)
+    # text may contain file names that are not UTF-8
+    data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
+    temporary = _temporary(path)
     try:
         make_folder(path.parent)
-        with open(aside, "xb") as file:
+        with open(temporary, "xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(aside, path)
+        os.replace(temporary, path)
     except OSError as error:
         raise InputError(f"Cannot write {path}: {error.strerror or error}.") from None
     finally:
-        with suppress(OSError):  # the parent may be no folder, and the first error is the one to tell
-            aside.unlink(missing_ok=True)
+        with suppress(OSError):  # the parent may not be a folder; the first error is the one to report
+            temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
     return path
 
 
 def make_folder(path: Path) -> None:
-    """See that a folder is there, and those above it, and that they survive a power cut."""
+    """Create a folder and its parents where missing, so that they survive a power cut."""
     if not path.is_dir():
         make_folder(path.parent)
         path.mkdir(exist_ok=True)
@@ -52,7 +53,7 @@ def make_folder(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """See that names made or changed in a folder survive a power cut."""
+    """Make names created or changed in a folder survive a power cut."""
     folder = os.open(path, os.O_RDONLY)
     try:
         os.fsync(folder)
@@ -61,55 +62,55 @@ def sync_folder(path: Path) -> None:
 
 
 def check_place(path: Path | None) -> None:
-    """Refuse a file that could not be written, before the work that it is for; None needs no place."""
+    """Refuse an output file that cannot be written, before the work starts; None is fine."""
     if path is None:
         return
     if path.is_dir():
         raise InputError(f"Cannot write {path}: it is a folder; give the name of a file.")
     try:
         make_folder(path.parent)
-        aside = _aside(path)
-        open(aside, "xb").close()
-        aside.unlink()
+        temporary = _temporary(path)
+        open(temporary, "xb").close()
+        temporary.unlink()
     except OSError as error:
         raise InputError(f"Cannot write {path}: {error.strerror or error}.") from None
 
 
 def check_folder(path: Path) -> None:
-    """Refuse a folder that nothing could be written to, before the work that it is for."""
+    """Refuse an output folder that cannot be written to, before the work starts."""
     if path.exists() and not path.is_dir():
         raise InputError(f"Cannot write to {path}: it is a file, and a folder is needed.")
     check_place(path / "any")
 
 
-def _aside(path: Path) -> Path:
-    """A hidden name beside a file that nobody else has."""
+def _temporary(path: Path) -> Path:
+    """A unique hidden name beside a file."""
     return path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
 
 
 @contextmanager
 def locked(path: str | Path, wait: bool = False) -> Iterator[None]:
-    """Have a place that is written to for ourselves; who else has it is named, or with `wait` waited for.
+    """Hold an exclusive lock on an output path; if another process holds it, raise naming it, or with `wait`, wait.
 
-    The lock is a hidden file beside it, which the system lets go of when a process ends, however it ends.
+    The lock is a hidden file beside it, which the system releases when a process ends, however it ends.
     """
     path = Path(path)
-    beside = path.with_name(f".{path.name}.lock")
-    descriptor = _lock(path, beside, wait)
+    lock_file = path.with_name(f".{path.name}.lock")
+    descriptor = _lock(path, lock_file, wait)
     try:
         os.truncate(descriptor, 0)
         os.write(descriptor, f"process {os.getpid()} on {os.uname().nodename}".encode())
         yield
     finally:
-        beside.unlink(missing_ok=True)  # while it is ours: whoever opened it meanwhile looks again
+        lock_file.unlink(missing_ok=True)  # while we hold it: a process that opened it meanwhile retries
         os.close(descriptor)
 
 
-def _lock(path: Path, beside: Path, wait: bool) -> int:
+def _lock(path: Path, lock_file: Path, wait: bool) -> int:
     while True:
         try:
             make_folder(path.parent)
-            descriptor = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            descriptor = os.open(lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise InputError(f"Cannot write {path}: {error.strerror or error}.") from None
         try:
@@ -127,11 +128,11 @@ def _lock(path: Path, beside: Path, wait: bool) -> int:
 
 
 class NotRegular(OSError):
-    """A pipe, a socket or a device, which would be waited for."""
+    """A pipe, a socket or a device, on which a read could block."""
 
 
 def opened(path: str | os.PathLike[str]) -> BinaryIO:
-    """A file for reading. What is no regular file is an OSError at once; so is a folder."""
+    """A file opened for reading. Anything but a regular file is an OSError at once."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     kind = os.fstat(descriptor).st_mode
     if stat.S_ISREG(kind):
@@ -139,40 +140,40 @@ def opened(path: str | os.PathLike[str]) -> BinaryIO:
     os.close(descriptor)
     if stat.S_ISDIR(kind):
         raise IsADirectoryError(EISDIR, os.strerror(EISDIR), path)
-    raise NotRegular(EINVAL, "it is a pipe or a device, and not a file", path)
+    raise NotRegular(EINVAL, "it is a pipe or a device, not a file", path)
 
 
 def read_bytes(path: str | os.PathLike[str], piped: bool = False) -> bytes:
-    """A regular file's bytes; a path that no file can have is an OSError too.
+    """A regular file's bytes; an impossible path is an OSError too.
 
-    With `piped` a pipe that a shell has opened, as for `<(sort names.txt)`, is read to its end.
+    With `piped`, a pipe opened by a shell, as in `<(sort names.txt)`, is read to its end.
     """
     try:
         with open(path, "rb") if piped and os.fspath(path).startswith("/dev/fd/") else opened(path) as file:
             return file.read()
-    except ValueError:  # a NUL, or half a character
-        raise OSError(EINVAL, "no file can be called that", path) from None
+    except ValueError:  # a NUL or a lone surrogate
+        raise OSError(EINVAL, "no file can have that name", path) from None
 
 
 def parse_json(text: str | bytes, what: object, error: type[InputError] = InputError, kind: type = object) -> Any:
-    """JSON from somewhere else, `what` for the message: of any depth and length it is a value or an `error`."""
+    """Untrusted JSON, of any depth and length: a value or an `error`, whose message calls it `what`."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
         raise error(f"{what} is damaged: it is not JSON.") from None
     if not isinstance(value, kind):
-        raise error(f"{what} is damaged: it holds a {type(value).__name__}, where a {kind.__name__} should be.")
+        raise error(f"{what} is damaged: it holds a {type(value).__name__}; expected a {kind.__name__}.")
     return value
 
 
 def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Path:
     """Write a safetensors file atomically. The same tensors and metadata give the same bytes."""
     stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    return write_atomic(path, _in_order(to_bytes(stored, dict(metadata))))
+    return write_atomic(path, _with_sorted_header(to_bytes(stored, dict(metadata))))
 
 
-def _in_order(content: bytes) -> bytes:
-    """A safetensors file with its header sorted, which the library writes in any order, and its numbers aligned."""
+def _with_sorted_header(content: bytes) -> bytes:
+    """A safetensors file with its data aligned and its header sorted, which the library writes in any order."""
     begin = 8 + int.from_bytes(content[:8], "little")
     header = json.dumps(json.loads(content[8:begin]), sort_keys=True, ensure_ascii=False).encode()
     header += b" " * (-(8 + len(header)) % ALIGNMENT)
@@ -180,7 +181,7 @@ def _in_order(content: bytes) -> bytes:
 
 
 def open_tensors(path: str | Path, error: type[InputError] = InputError) -> safe_open:
-    """A safetensors file opened for lazy reading; what is wrong with it is said as `error`."""
+    """A safetensors file opened for lazy reading; problems are raised as `error`."""
     path = Path(path)
     if path.is_dir():
         raise error(f"{path} is a folder; a .safetensors file is needed.")
@@ -196,23 +197,23 @@ def open_tensors(path: str | Path, error: type[InputError] = InputError) -> safe
         raise error(f"Cannot read {path}: {problem.strerror or problem}.") from None
 
 
-# Bytes, of which the place where numbers begin is a multiple, in files and in memory: from elsewhere on, libraries may
-# take another way through a product of matrices, and round otherwise.
+# Bytes; tensor data starts at a multiple of it, in files and in memory: at other addresses, libraries may pick another
+# GEMM kernel, which rounds differently.
 ALIGNMENT = 64
 
 FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 
 
 class Rows:
-    """The rows of one floating-point tensor of a safetensors file, read as they are asked for.
+    """The rows of one floating-point tensor of a safetensors file, read on demand.
 
-    They are read and not mapped: a mapped file counts as memory of the process, page by page as it is gone through.
-    What is wrong is said as `error`.
+    They are read and not memory-mapped: pages of a mapped file count as the process's memory once touched.
+    Problems are raised as `error`.
     """
 
     def __init__(self, path: str | Path, name: str, error: type[InputError] = InputError) -> None:
         self.path, self.error = Path(path), error
-        with open(self.path, "rb") as file:  # whose header `open_tensors` has found to be right
+        with open(self.path, "rb") as file:  # `open_tensors` has checked its header
             length = int.from_bytes(file.read(8), "little")
             entry = json.loads(file.read(length))[name]
             self._identity = _identity(file.fileno())
@@ -222,25 +223,25 @@ class Rows:
         self._begin = 8 + length + entry["data_offsets"][0]
 
     def read(self, start: int, stop: int) -> Tensor:
-        """The rows from start to stop, in memory of their own."""
+        """The rows from start to stop, in their own memory."""
         rows = torch.empty(stop - start, *self.shape[1:], dtype=self.dtype)
-        bytes_ = rows.view(torch.uint8).numpy().data.cast("B")
+        buffer = rows.view(torch.uint8).numpy().data.cast("B")
         done, width = 0, math.prod(self.shape[1:]) * rows.element_size()
         try:
             with open(self.path, "rb", buffering=0) as file:
                 if _identity(file.fileno()) != self._identity:
                     raise self.error(f"{self.path} has changed since it was opened. Start again.")
                 file.seek(self._begin + start * width)
-                while count := file.readinto(bytes_[done:]):
+                while count := file.readinto(buffer[done:]):
                     done += count
         except OSError as problem:
             raise self.error(f"Cannot read {self.path}: {problem.strerror or problem}.") from None
-        if done < len(bytes_):
+        if done < len(buffer):
             raise self.error(f"{self.path} is cut short. Write it again.")
         return rows
 
 
 def _identity(descriptor: int) -> tuple[int, int, int]:
-    """What tells an open file from another that takes its name."""
+    """What distinguishes an open file from one that replaces it."""
     status = os.fstat(descriptor)
     return status.st_ino, status.st_size, status.st_mtime_ns

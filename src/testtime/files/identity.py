@@ -1,4 +1,4 @@
-"""What tells an image or an encoder's weights from others of the same name: their files' sizes and times of change."""
+"""Identities of images and weights: file sizes and modification times, which tell apart files of the same name."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 from testtime.errors import InputError
 from testtime.types import Encoder, StoredImage
 
-# beside a checkpoint file of open_clip, what else is read with it
-BESIDE = ("open_clip_config.json", "tokenizer.json", "tokenizer_config.json", "spiece.model", "vocab.txt")
+# files beside an open_clip checkpoint that are read with it
+CHECKPOINT_FILES = ("open_clip_config.json", "tokenizer.json", "tokenizer_config.json", "spiece.model", "vocab.txt")
 
 
 def identity(image: str | StoredImage) -> str:
-    """What an image's content goes by: the size and the time of its file, and its place there where it shares one.
+    """Identifies an image's content: size and modification time of its file, and its position in a shared file.
 
-    An image that lies in no file goes by a digest of its bytes.
+    An image that is in no file is identified by a digest of its bytes.
     """
     file = file_of(image)
     if file is not None:
@@ -29,31 +29,31 @@ def identity(image: str | StoredImage) -> str:
 
 
 def file_of(image: str | StoredImage) -> Path | None:
-    """The file that an image is read from, where it has one: its own, an archive or a table."""
+    """The file that an image is read from, if any: its own, an archive or a table."""
     if isinstance(image, str | Path):
         return Path(image)
     return getattr(image, "archive", None) or getattr(image, "file", None)
 
 
 def weights(encoder: Encoder) -> str:
-    """What an encoder's weights go by where they are files of one's own; empty where its name says which they are."""
-    place = weights_of(encoder.name)
-    if place is None:
+    """Identifies an encoder's weights if they are local files; empty if its name identifies them."""
+    path = weights_of(encoder.name)
+    if path is None:
         return ""
-    files = sorted(place.iterdir()) if place.is_dir() else [place, *(place.with_name(name) for name in BESIDE)]
+    files = sorted(path.iterdir()) if path.is_dir() else [path, *(path.with_name(name) for name in CHECKPOINT_FILES)]
     return digest(f"{file.name} {stamp(file)}" for file in files)
 
 
 def weights_of(encoder: str) -> Path | None:
-    """The file or the folder that an encoder's name gives as its weights, if it is there."""
+    """The file or folder of weights in an encoder's name, if it exists."""
     kind, _, rest = encoder.partition(":")
     name = rest.partition("/")[2] if kind == "open_clip" else rest if kind == "hf" else ""
-    place = Path(os.path.expanduser(name))
-    return place if name and place.exists() else None
+    path = Path(os.path.expanduser(name))
+    return path if name and path.exists() else None
 
 
 def stamp(file: str | Path) -> str:
-    """A file's size and time of change, in words that are other once it is."""
+    """A file's size and modification time, as text."""
     try:
         status = os.stat(file)
     except (OSError, ValueError):
@@ -62,9 +62,9 @@ def stamp(file: str | Path) -> str:
 
 
 def digest(parts: Iterable[str | bytes]) -> str:
-    """A short mark of what was given, in its order; text of any kind, also names that are no UTF-8."""
-    whole = hashlib.sha256()
+    """A short digest of the parts in order; text may be anything, also names that are not UTF-8."""
+    sha = hashlib.sha256()
     for part in parts:
         data = part if isinstance(part, bytes) else part.encode(errors="surrogatepass")
-        whole.update(len(data).to_bytes(8, "little") + data)
-    return whole.hexdigest()[:12]
+        sha.update(len(data).to_bytes(8, "little") + data)
+    return sha.hexdigest()[:12]

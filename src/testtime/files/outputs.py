@@ -1,4 +1,4 @@
-"""What is written never lies on what is read."""
+"""Outputs never overwrite inputs."""
 
 from __future__ import annotations
 
@@ -11,37 +11,35 @@ from testtime.errors import InputError
 from testtime.files.identity import file_of, weights_of
 from testtime.types import StoredImage
 
-# beside the images of a folder, what may be read with them
-BESIDE = ("metadata.csv", "metadata.jsonl", "classnames.txt", "state.json", "dataset_dict.json", "dataset_info.json")
+# metadata files that may be read with the images of a folder
+METADATA = ("metadata.csv", "metadata.jsonl", "classnames.txt", "state.json", "dataset_dict.json", "dataset_info.json")
 
 
 def distinct(
     outputs: Mapping[str, Path | None], inputs: Mapping[str, Path | Iterable[Path | None] | None] | None = None
 ) -> None:
-    """Refuse two outputs in one place, and an output in the place of an input, however they are spelled.
+    """Refuse two outputs to the same file, and an output that is also an input, however the paths are written.
 
-    Both are by the option that names them; an option may stand for many inputs, and None for none. A device or a pipe
-    may be given any number of times.
+    Both are keyed by their option; an option may have several inputs, or None. A device or a pipe may be given any
+    number of times.
     """
     taken: dict[object, str] = {}
     for option, path in outputs.items():
-        if path is None or (place := _place(path)) is None:
+        if path is None or (key := _file_key(path)) is None:
             continue
-        if place in taken:
-            raise InputError(f"{taken[place]} and {option} are one file, {path}; give each a file of its own.")
-        taken[place] = option
+        if key in taken:
+            raise InputError(f"{taken[key]} and {option} are the same file, {path}; give each its own.")
+        taken[key] = option
     if not taken:
         return
     for option, given in (inputs or {}).items():
         for path in [given] if isinstance(given, Path) else given or ():
-            if path is not None and (place := _place(path)) in taken:
-                raise InputError(
-                    f"{taken[place]} would be written over {option}, {path}; give {taken[place]} another place."
-                )
+            if path is not None and (key := _file_key(path)) in taken:
+                raise InputError(f"{taken[key]} would overwrite {option}, {path}; give {taken[key]} another path.")
 
 
-def _place(path: Path) -> object:
-    """What two names of one file or folder share, whether it is there or not; None for a device or a pipe."""
+def _file_key(path: Path) -> object:
+    """A key that all paths to one file or folder share, whether or not it exists; None for a device or a pipe."""
     try:
         status = os.stat(path)
     except (OSError, ValueError):
@@ -59,11 +57,11 @@ def read_files(
     descriptions: Path | None = None,
     prompts: str | None = None,
 ) -> dict[str, Path | Iterable[Path | None] | None]:
-    """What a command over images reads, by the options that name it, for `distinct`."""
+    """The files that a command over images reads, by option, for `distinct`."""
     source = Path(os.path.expanduser(images))
-    beside = [source, *(source / name for name in BESIDE)] if images and source.exists() else []
+    source_files = [source, *(source / name for name in METADATA)] if images and source.exists() else []
     return {
-        "IMAGES": [*beside, *dict.fromkeys(map(file_of, paths))],
+        "IMAGES": [*source_files, *dict.fromkeys(map(file_of, paths))],
         "--classes-file": classes_file,
         "--descriptions": descriptions,
         "--prompts": None if prompts is None else Path(prompts.removeprefix("coop:")),

@@ -1,1 +1,1 @@
-"""Images: found, read, and made into views."""
+"""Images: finding them, reading them, making views."""

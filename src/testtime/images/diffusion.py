@@ -1,10 +1,10 @@
 """Diffusion views: variations of an image beside its crops, for DiffTPT.
 
-    variations = FolderVariations("variations/")  # made earlier, one folder an image
+    variations = FolderVariations("variations/")  # made earlier, one folder per image
     session = Session(task, "difftpt", encoder=encoder, views=64, variations=variations)
     session.step("dog1.jpg")  # the image, 63 crops and 63 variations
 
-Where variations come from is a small protocol; a function of your own will do.
+The source of variations is a small protocol; your own function will do.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 WEIGHTS = "lambdalabs/sd-image-variations-diffusers"  # what the paper generated with
-SIDE = 224  # pixels that its image encoder sees
+SIDE = 224  # input side of its image encoder, in pixels
 MEAN, DEVIATION = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # CLIP's
 
 
 def open_variations(spec: str, device: str | torch.device = "cpu") -> FolderVariations | DiffusersVariations:
-    """Where variations come from: a folder of them, or "diffusers:WEIGHTS" (a folder or a repository on the hub)."""
+    """The source of variations: a folder of them, or "diffusers:WEIGHTS" (a folder or a hub repository)."""
     kind, _, weights = spec.partition(":")
     if kind == "diffusers":
         return DiffusersVariations(weights or WEIGHTS, device=device)
@@ -38,11 +38,10 @@ def open_variations(spec: str, device: str | torch.device = "cpu") -> FolderVari
 
 
 class FolderVariations:
-    """Ready-made variations: of `photos/pets/dog1.jpg`, the images in `root/pets/dog1/` or `root/dog1/`.
+    """Ready-made variations: those of `photos/pets/dog1.jpg` are in `root/pets/dog1/` or `root/dog1/`.
 
-    They are sorted by name, and the first `count` of them are taken. Of several folders that fit, the one that shares
-    most of the path is taken. An image says where it is from in `info["path"]`, as those that `testtime.folder` reads
-    do.
+    They are sorted by name, and the first `count` are used. If several folders match, the one that shares most of the
+    path is used. An image's path is its `info["path"]`, which `testtime.folder` sets.
     """
 
     def __init__(self, root: str | Path) -> None:
@@ -50,7 +49,7 @@ class FolderVariations:
         self.name = str(root)
         if not self.root.is_dir():
             raise InputError(
-                f"No folder of variations '{root}'; it holds one folder for each image. To draw them: "
+                f"No folder of variations '{root}'; it should hold one folder per image. To generate them: "
                 "--variations diffusers:WEIGHTS."
             )
 
@@ -61,38 +60,38 @@ class FolderVariations:
 
     def find(self, path: str | Path, count: int) -> list[Path]:
         """The files of the first `count` variations of the image at `path`."""
-        place = self._place(Path(path))
-        found = sorted(p for p in place.glob("*") if p.suffix.lower() in IMAGE_SUFFIXES) if place.is_dir() else []
+        folder = self._folder(Path(path))
+        found = sorted(p for p in folder.glob("*") if p.suffix.lower() in IMAGE_SUFFIXES) if folder.is_dir() else []
         if len(found) < count:
-            raise InputError(f"'{place}' holds {len(found)} variations of '{path}', {count} are needed.")
+            raise InputError(f"'{folder}' holds {len(found)} variations of '{path}', {count} are needed.")
         return found[:count]
 
     def check(self, paths: Sequence[Path], count: int) -> None:
-        """Refuse, before anything is encoded, images without enough variations, and two that would share theirs."""
+        """Refuse, before encoding starts, images with too few variations and images that would share a folder."""
         taken: dict[Path, Path] = {}
         for path in paths:
             self.find(path, count)
-            other = taken.setdefault(self._place(path), path)
+            other = taken.setdefault(self._folder(path), path)
             if other != path:
                 raise InputError(
-                    f"'{self._place(path)}' would hold the variations of both '{other}' and '{path}'; "
+                    f"'{self._folder(path)}' would hold the variations of both '{other}' and '{path}'; "
                     f"put them in '{self.root / path.parent.name / path.stem}', and so on."
                 )
 
-    def _place(self, path: Path) -> Path:
-        """The folder of an image's variations, whether it is there or not."""
+    def _folder(self, path: Path) -> Path:
+        """The folder of an image's variations, whether or not it exists."""
         parts = path.with_suffix("").parts
         while path.anchor in parts or ".." in parts:
             parts = parts[1:]
-        places = [self.root.joinpath(*parts[start:]) for start in range(len(parts))]
-        return next((place for place in places if place.is_dir()), self.root / path.stem)
+        folders = [self.root.joinpath(*parts[start:]) for start in range(len(parts))]
+        return next((folder for folder in folders if folder.is_dir()), self.root / path.stem)
 
 
 class DiffusersVariations:
-    """Variations by Stable Diffusion through `diffusers` (extra: testtime[diffusion]); a GPU is all but needed.
+    """Variations by Stable Diffusion through `diffusers` (extra: testtime[diffusion]); use a GPU.
 
-    `weights` is a folder or a repository on the hub, `revision` one of its versions. The guidance is the paper's;
-    the released code drew without a seed, here `seed` decides.
+    `weights` is a folder or a hub repository, `revision` one of its versions. The guidance scale is the paper's.
+    The released code sets no seed; here the result depends on `seed`.
     """
 
     def __init__(
@@ -101,8 +100,8 @@ class DiffusersVariations:
         revision: str | None = None,
         *,
         guidance: float = 3.0,
-        steps: int = 50,  # of denoising; the library's default
-        batch: int = 8,  # images drawn at once
+        steps: int = 50,  # denoising steps; the library's default
+        batch: int = 8,  # images generated at a time
         device: str | torch.device = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -122,45 +121,45 @@ class DiffusersVariations:
 
     def __call__(self, image: Image, count: int, seed: int) -> list[Image]:
         pixels = variation_pixels(image).to(self.device)
-        # one generator each, so that image i is the same however many are drawn at once
+        # one generator per image, so that image i does not depend on the batch size
         random = [torch.Generator(self.device).manual_seed(seed * 100_003 + i) for i in range(count)]
-        drawn: list[Image] = []
+        generated: list[Image] = []
         for start in range(0, count, self.batch):
-            some = random[start : start + self.batch]
-            drawn += self.pipeline(
+            batch = random[start : start + self.batch]
+            generated += self.pipeline(
                 pixels,
                 num_inference_steps=self.steps,
                 guidance_scale=self.guidance,
-                num_images_per_prompt=len(some),
-                generator=some,
+                num_images_per_prompt=len(batch),
+                generator=batch,
                 output_type="pil",
             ).images
-        return drawn
+        return generated
 
 
 def variation_pixels(image: Image) -> Tensor:
-    """An image as the variation model was trained to see it: (1, 3, 224, 224).
+    """An image preprocessed as in the training of the variation model: (1, 3, 224, 224).
 
-    It was trained on images squeezed to a square without anti-aliasing, and draws worse from any others.
+    It was trained on images squashed to a square without anti-aliasing; others give worse variations.
     """
     import numpy as np
 
     pixels = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)[None].float() / 255
     pixels = torch.nn.functional.interpolate(pixels, (SIDE, SIDE), mode="bicubic", antialias=False)
-    mean, deviation = (torch.tensor(three)[:, None, None] for three in (MEAN, DEVIATION))
+    mean, deviation = (torch.tensor(channels)[:, None, None] for channels in (MEAN, DEVIATION))
     return (pixels - mean) / deviation
 
 
 def variation_views(preprocess: Preprocess, image: Image, plan: ViewPlan, index: int) -> Tensor:
-    """The variations of an image that go with its crops, as many as these: (count - 1, 3, size, size), normalised."""
+    """Variations of an image, as many as it has crops: (count - 1, 3, size, size), normalised."""
     if plan.variations is None or plan.count < 2:
         return torch.empty(0, 3, preprocess.size, preprocess.size)
     count = plan.count - 1
-    # the released code makes the two numbers one by no rule; any that keeps images apart will do
-    drawn = plan.variations(image, count, plan.seed * 1_000_003 + index)
-    if len(drawn) != count:
-        raise InputError(f"{count} variations were asked for, and {len(drawn)} came.")
-    return torch.stack([clean(one, preprocess) for one in drawn])
+    # the released code has no rule for combining seed and index; any that keeps images apart will do
+    generated = plan.variations(image, count, plan.seed * 1_000_003 + index)
+    if len(generated) != count:
+        raise InputError(f"Expected {count} variations; got {len(generated)}.")
+    return torch.stack([clean(variation, preprocess) for variation in generated])
 
 
 def _diffusers() -> Any:
@@ -168,6 +167,6 @@ def _diffusers() -> Any:
         return import_module("diffusers")
     except ImportError:
         raise MissingPart(
-            "Drawing variations needs the package diffusers. Install it with: pip install 'testtime[diffusion]'; "
-            "or use FolderVariations with images drawn elsewhere."
+            "Generating variations needs the package diffusers. Install it with: pip install 'testtime[diffusion]'; "
+            "or use FolderVariations with images generated elsewhere."
         ) from None

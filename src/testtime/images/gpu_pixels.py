@@ -1,11 +1,11 @@
 """The crops and AugMix of `gpu_views` as a few Triton kernels, each for all views of all images at once.
 
-Crops are Pillow's to the last bit: its two passes, in its whole numbers of 22 bits. AugMix takes two kernels for
-each step of the chains, one that builds the tables of operations that look at the whole picture and one that
-carries out all nine, and one that mixes. What is the same for a picture is a row of numbers that a kernel reads.
+Crops equal Pillow's bit for bit: the same two passes, in the same 22-bit fixed point. AugMix takes two kernels per
+step of the chains, one that builds the lookup tables of operations that depend on the whole image and one that
+applies all nine, and a last one that mixes. Parameters of an image are a row of numbers that a kernel reads.
 """
 
-# Triton reads the annotations of kernels itself, and knows but its own
+# Triton parses the annotations of kernels itself, and accepts only its own
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
@@ -23,87 +23,87 @@ from testtime.images import gpu_views
 from testtime.images.draw import CHAINS, Mixes
 from testtime.images.gpu_views import filter_widths, plan_steps, upload
 
-# as Pillow computes: a sum is rounded after its product
+# as in Pillow, products are rounded before they are summed
 ROUNDED = {"enable_fp_fusion": False}
-BUDGET = 2**30  # bytes for rows resampled across, beyond which images are done one after another
+BUDGET = 2**30  # bytes of horizontally resampled rows, beyond which images are done one after another
 
-# Columns of an axis of a view beyond those of `testtime.images.gpu_views.Axis`: its filter, and its image
-REACH, OFFSET, WIDTH, VIEW = range(7, 11)
+# Columns of a view's axis after those of `testtime.images.gpu_views.Axis`: its filter and its image
+FILTER, OFFSET, WIDTH, VIEW = range(7, 11)
 AXIS: tl.constexpr = tl.constexpr(11)
-OPERATION: tl.constexpr = tl.constexpr(8)  # columns of one, as `plan_steps` has them
-MOVE: tl.constexpr = tl.constexpr(gpu_views.MOVE)
-STRETCH: tl.constexpr = tl.constexpr(gpu_views.STRETCH)
-EQUAL: tl.constexpr = tl.constexpr(gpu_views.EQUAL)
-MASK: tl.constexpr = tl.constexpr(gpu_views.MASK)
-INVERT: tl.constexpr = tl.constexpr(gpu_views.INVERT)
-SHORT: tl.constexpr = tl.constexpr(gpu_views.SHORT)
+OPERATION: tl.constexpr = tl.constexpr(8)  # its columns in `plan_steps`
+AFFINE: tl.constexpr = tl.constexpr(gpu_views.AFFINE)
+AUTOCONTRAST: tl.constexpr = tl.constexpr(gpu_views.AUTOCONTRAST)
+EQUALIZE: tl.constexpr = tl.constexpr(gpu_views.EQUALIZE)
+POSTERIZE: tl.constexpr = tl.constexpr(gpu_views.POSTERIZE)
+SOLARIZE: tl.constexpr = tl.constexpr(gpu_views.SOLARIZE)
+EPSILON: tl.constexpr = tl.constexpr(gpu_views.EPSILON)
 
 
-def crop(pictures: Sequence[Tensor], axes: np.ndarray, out: Tensor, rows: Sequence[int]) -> None:
-    """Fill `rows` of `out` (n, V, 3, size, size) with the views of pictures (H, W, 3), by their axes (n, V, 2, 7)."""
+def crop(images: Sequence[Tensor], axes: np.ndarray, out: Tensor, rows: Sequence[int]) -> None:
+    """Fill `rows` of `out` (n, V, 3, size, size) with the views of images (H, W, 3), by their axes (n, V, 2, 7)."""
     views, size = out.shape[1], out.shape[-1]
-    tall = max(picture.shape[0] for picture in pictures)
-    together = max(1, BUDGET // (views * 3 * tall * size))
-    for start in range(0, len(pictures), together):
-        part = slice(start, start + together)
-        _crop(pictures[part], axes[part], out, rows[part])
+    tall = max(image.shape[0] for image in images)
+    batch = max(1, BUDGET // (views * 3 * tall * size))
+    for start in range(0, len(images), batch):
+        part = slice(start, start + batch)
+        _crop(images[part], axes[part], out, rows[part])
 
 
-def _crop(pictures: Sequence[Tensor], axes: np.ndarray, out: Tensor, rows: Sequence[int]) -> None:
-    count, views, size, device = len(pictures), out.shape[1], out.shape[-1], out.device
-    tall = max(picture.shape[0] for picture in pictures)
-    pixels = torch.cat([picture.reshape(-1) for picture in pictures])
-    sizes = np.array([picture.numel() for picture in pictures])
-    reach = filter_widths(axes)  # pixels that a filter may touch
+def _crop(images: Sequence[Tensor], axes: np.ndarray, out: Tensor, rows: Sequence[int]) -> None:
+    count, views, size, device = len(images), out.shape[1], out.shape[-1], out.device
+    tall = max(image.shape[0] for image in images)
+    pixels = torch.cat([image.reshape(-1) for image in images])
+    sizes = np.array([image.numel() for image in images])
+    reach = filter_widths(axes)  # filter widths in pixels
     plan = np.empty((count, views, 2, AXIS.value))
-    plan[..., :REACH], plan[..., REACH] = axes, reach
+    plan[..., :FILTER], plan[..., FILTER] = axes, reach
     plan[..., OFFSET] = (sizes.cumsum() - sizes)[:, None, None]
-    plan[..., WIDTH] = np.array([picture.shape[1] for picture in pictures])[:, None, None]
+    plan[..., WIDTH] = np.array([image.shape[1] for image in images])[:, None, None]
     plan[..., VIEW] = (np.array(rows)[:, None] * views + np.arange(views))[..., None]
-    most = int(reach.max())
+    max_taps = int(reach.max())
     on_device = upload(plan, device)
-    weights = torch.empty(count * views * 2, most, size, dtype=torch.int32, device=device)
+    weights = torch.empty(count * views * 2, max_taps, size, dtype=torch.int32, device=device)
     first = torch.empty(count * views * 2, size, dtype=torch.int32, device=device)
     across = torch.empty(count * views, 3, tall, size, dtype=torch.uint8, device=device)
     block = triton.next_power_of_2(size)
-    high = max(1, 2048 // block)  # rows of a program
+    high = max(1, 2048 // block)  # rows per program
     with _on(device):
-        _weigh[(count * views * 2,)](on_device, weights, first, size, most, BLOCK=block, **ROUNDED)
+        _weigh[(count * views * 2,)](on_device, weights, first, size, max_taps, BLOCK=block, **ROUNDED)
         strips = count * views, triton.cdiv(tall, high)
         _resample_across[strips](
-            pixels, on_device, weights, first, across, size, most, tall, HIGH=high, BLOCK=block, **ROUNDED
+            pixels, on_device, weights, first, across, size, max_taps, tall, HIGH=high, BLOCK=block, **ROUNDED
         )
         grid = count * views, triton.cdiv(size, high), 3
         _resample_down[grid](
-            on_device, weights, first, across, out, size, most, tall, HIGH=high, BLOCK=block, **ROUNDED
+            on_device, weights, first, across, out, size, max_taps, tall, HIGH=high, BLOCK=block, **ROUNDED
         )
 
 
 def mix(grey: Tensor, mixes: Sequence[Mixes]) -> None:
-    """Mix the views but the first of each image (n, V, 3, size, size) in place."""
+    """Mix all views but the first of each image (n, V, 3, size, size) in place."""
     size, device, views = grey.shape[-1], grey.device, grey.shape[1] - 1
     plan, shares = plan_steps(mixes, size)
     numbers = upload(np.concatenate([plan.ravel(), shares.ravel()]), device)
     steps, weights = numbers[: plan.size].view(plan.shape), numbers[plan.size :]
-    pictures = plan.shape[1]
-    # chains take turns with two places, as a picture cannot be moved within itself
-    places = [torch.empty(pictures, 3, size * size, dtype=torch.uint8, device=device) for _ in range(2)]
-    tables = torch.empty(pictures, 3, 256, dtype=torch.uint8, device=device)
+    images = plan.shape[1]
+    # two buffers alternate: an affine map cannot work in place
+    buffers = [torch.empty(images, 3, size * size, dtype=torch.uint8, device=device) for _ in range(2)]
+    tables = torch.empty(images, 3, 256, dtype=torch.uint8, device=device)
     source = grey
     with _on(device):
         for number, step in enumerate(steps):
-            target, first = places[number % 2], number == 0
+            target, first = buffers[number % 2], number == 0
             shape = size, views
-            _tabulate[(pictures, 3)](source, step, tables, *shape, FIRST=first, BLOCK=2048, **ROUNDED)
-            grid = pictures, triton.cdiv(size * size, 1024)
+            _tabulate[(images, 3)](source, step, tables, *shape, FIRST=first, BLOCK=2048, **ROUNDED)
+            grid = images, triton.cdiv(size * size, 1024)
             _operate[grid](source, step, tables, target, *shape, FIRST=first, BLOCK=1024, **ROUNDED)
             source = target
-        grid = pictures // CHAINS, triton.cdiv(3 * size * size, 2048)
+        grid = images // CHAINS, triton.cdiv(3 * size * size, 2048)
         _blend[grid](grey, source, weights, size, views, CHAINS=CHAINS, BLOCK=2048, **ROUNDED)
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:
-    """A context in which kernels are launched on this device; the CPU is for Triton's interpreter."""
+    """A context that launches kernels on this device; the CPU is for Triton's interpreter."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -112,7 +112,7 @@ def _on(device: torch.device) -> AbstractContextManager[object]:
 
 @triton.jit
 def _kernel_value(x, cubic):
-    """Pillow's filters: the triangle, or where `cubic`, the cubic convolution with a = -0.5."""
+    """Pillow's filters: the triangle, or with `cubic`, the cubic convolution with a = -0.5."""
     x = tl.abs(x)
     near = (1.5 * x - 2.5) * x * x + 1
     far = ((-0.5 * x + 2.5) * x - 4) * x + 2
@@ -120,9 +120,9 @@ def _kernel_value(x, cubic):
     return tl.where(cubic, smooth, tl.maximum(1 - x, 0.0))
 
 
-@triton.jit(do_not_specialize=["size", "most"])
-def _weigh(axes, weights, first, size, most, BLOCK: tl.constexpr):
-    """Weights (most, size) of 22 bits along one axis, and the box's pixel (size,) that the first of them is for."""
+@triton.jit(do_not_specialize=["size", "max_taps"])
+def _weigh(axes, weights, first, size, max_taps, BLOCK: tl.constexpr):
+    """Weights (max_taps, size) with 22 fractional bits along one axis, and the box's pixel (size,) of the first one."""
     axis = tl.program_id(0).to(tl.int64)
     row = axes + axis * AXIS
     length, ratio = tl.load(row + 1), tl.load(row + 2)
@@ -131,12 +131,12 @@ def _weigh(axes, weights, first, size, most, BLOCK: tl.constexpr):
     reach = tl.load(row + 7).to(tl.int32)
     pixel = tl.arange(0, BLOCK)
     kept = pixel < size
-    place = tl.where(mirrored > 0, size - 1 - pixel, pixel).to(tl.float64) + start
+    position = tl.where(mirrored > 0, size - 1 - pixel, pixel).to(tl.float64) + start
     stretch = tl.maximum(ratio, 1.0)
-    centre = (place + 0.5) * ratio
+    centre = (position + 0.5) * ratio
     low = tl.maximum(tl.floor(centre - support * stretch + 0.5), 0.0)
     high = tl.minimum(tl.floor(centre + support * stretch + 0.5), length)
-    high = tl.where((place >= 0) & (place < total), high, 0.0)
+    high = tl.where((position >= 0) & (position < total), high, 0.0)
     whole = tl.zeros([BLOCK], dtype=tl.float64)
     for tap in range(reach):
         value = _kernel_value((low + tap + 0.5 - centre) / stretch, support > 1)
@@ -146,19 +146,19 @@ def _weigh(axes, weights, first, size, most, BLOCK: tl.constexpr):
         value = _kernel_value((low + tap + 0.5 - centre) / stretch, support > 1)
         value = tl.where(low + tap < high, value, 0.0) / whole * 4194304.0
         value += tl.where(value < 0, -0.5, 0.5)
-        tl.store(weights + (axis * most + tap) * size + pixel, value.to(tl.int32), mask=kept)
+        tl.store(weights + (axis * max_taps + tap) * size + pixel, value.to(tl.int32), mask=kept)
     tl.store(first + axis * size + pixel, low.to(tl.int32), mask=kept)
 
 
 @triton.jit
 def _level(total):
-    """A grey level of a sum of 22 bits behind the point, one half included."""
+    """The grey level of a sum with 22 fractional bits, to which one half has been added."""
     return tl.minimum(tl.maximum(total >> 22, 0), 255)
 
 
-@triton.jit(do_not_specialize=["size", "most", "tall"])
-def _resample_across(pixels, axes, weights, first, out, size, most, tall, HIGH: tl.constexpr, BLOCK: tl.constexpr):
-    """Some rows of a view's box, resampled across: part of (3, tall, size) uint8."""
+@triton.jit(do_not_specialize=["size", "max_taps", "tall"])
+def _resample_across(pixels, axes, weights, first, out, size, max_taps, tall, HIGH: tl.constexpr, BLOCK: tl.constexpr):
+    """Some rows of a view's box, resampled horizontally: part of (3, tall, size) uint8."""
     view = tl.program_id(0).to(tl.int64)
     across, down = axes + 2 * view * AXIS, axes + (2 * view + 1) * AXIS
     rows = tl.program_id(1) * HIGH + tl.arange(0, HIGH)
@@ -178,27 +178,27 @@ def _resample_across(pixels, axes, weights, first, out, size, most, tall, HIGH: 
         blue = tl.full([HIGH, BLOCK], 2097152, dtype=tl.int32)
         for tap in range(reach):
             inside = kept & (low + tap < length)
-            weight = tl.load(weights + (2 * view * most + tap) * size + column, mask=inside, other=0)[None, :]
+            weight = tl.load(weights + (2 * view * max_taps + tap) * size + column, mask=inside, other=0)[None, :]
             points = lines + ((left + low + tap) * 3)[None, :]
             mask = real[:, None] & inside[None, :]
             red += weight * tl.load(points, mask=mask, other=0).to(tl.int32)
             green += weight * tl.load(points + 1, mask=mask, other=0).to(tl.int32)
             blue += weight * tl.load(points + 2, mask=mask, other=0).to(tl.int32)
-        places = out + (view * 3 * tall + rows)[:, None] * size + column[None, :]
+        targets = out + (view * 3 * tall + rows)[:, None] * size + column[None, :]
         mask = real[:, None] & kept[None, :]
         plane = tl.cast(tall, tl.int64) * size
-        tl.store(places, _level(red).to(tl.uint8), mask=mask)
-        tl.store(places + plane, _level(green).to(tl.uint8), mask=mask)
-        tl.store(places + 2 * plane, _level(blue).to(tl.uint8), mask=mask)
+        tl.store(targets, _level(red).to(tl.uint8), mask=mask)
+        tl.store(targets + plane, _level(green).to(tl.uint8), mask=mask)
+        tl.store(targets + 2 * plane, _level(blue).to(tl.uint8), mask=mask)
 
 
-@triton.jit(do_not_specialize=["size", "most", "tall"])
-def _resample_down(axes, weights, first, across, out, size, most, tall, HIGH: tl.constexpr, BLOCK: tl.constexpr):
-    """Some rows of one colour of a view: part of (size, size)."""
+@triton.jit(do_not_specialize=["size", "max_taps", "tall"])
+def _resample_down(axes, weights, first, across, out, size, max_taps, tall, HIGH: tl.constexpr, BLOCK: tl.constexpr):
+    """Some rows of one channel of a view, resampled vertically: part of (size, size)."""
     view, colour = tl.program_id(0).to(tl.int64), tl.program_id(2)
     axis = 2 * view + 1
     height, reach = tl.load(axes + axis * AXIS + 1).to(tl.int32), tl.load(axes + axis * AXIS + 7).to(tl.int32)
-    place = tl.load(axes + axis * AXIS + 10).to(tl.int64)
+    target_view = tl.load(axes + axis * AXIS + 10).to(tl.int64)
     rows, column = tl.program_id(1) * HIGH + tl.arange(0, HIGH), tl.arange(0, BLOCK)
     real, kept = rows < size, column < size
     low = tl.load(first + axis * size + rows, mask=real, other=0)
@@ -206,80 +206,80 @@ def _resample_down(axes, weights, first, across, out, size, most, tall, HIGH: tl
     total = tl.full([HIGH, BLOCK], 2097152, dtype=tl.int32)
     for tap in range(reach):
         inside = real & (low + tap < height)
-        weight = tl.load(weights + (axis * most + tap) * size + rows, mask=inside, other=0)
+        weight = tl.load(weights + (axis * max_taps + tap) * size + rows, mask=inside, other=0)
         points = lines + ((low + tap) * size)[:, None] + column[None, :]
-        # a weight of nothing may be for a row that was never filled
+        # a zero weight may belong to a row that was never written
         mask = (inside & (weight != 0))[:, None] & kept[None, :]
         total += weight[:, None] * tl.load(points, mask=mask, other=0).to(tl.int32)
-    places = out + ((place * 3 + colour) * size + rows)[:, None] * size + column[None, :]
-    tl.store(places, _level(total).to(out.dtype.element_ty), mask=real[:, None] & kept[None, :])
+    targets = out + ((target_view * 3 + colour) * size + rows)[:, None] * size + column[None, :]
+    tl.store(targets, _level(total).to(out.dtype.element_ty), mask=real[:, None] & kept[None, :])
 
 
 # AugMix
 
 
 @triton.jit
-def _row(picture, views, FIRST: tl.constexpr):
-    """Where a chain's picture is found: at first with the views, the clean one of each image left out."""
+def _row(image, views, FIRST: tl.constexpr):
+    """The row of a chain's image: in the first step among the views, without the clean one of each image."""
     if FIRST:
-        view = picture // 3
+        view = image // 3
         return view + view // views + 1
     else:
-        return picture
+        return image
 
 
 @triton.jit(do_not_specialize=["size", "views"])
 def _tabulate(source, steps, tables, size, views, FIRST: tl.constexpr, BLOCK: tl.constexpr):
-    """The table (256,) of one colour of a picture whose operation looks at all of it, as Pillow computes it."""
-    picture, colour = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    kind = tl.load(steps + picture * OPERATION).to(tl.int32)
-    if (kind == STRETCH) | (kind == EQUAL):
+    """Pillow's lookup table (256,) for one channel of a image whose operation depends on all of its pixels."""
+    image, colour = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    kind = tl.load(steps + image * OPERATION).to(tl.int32)
+    if (kind == AUTOCONTRAST) | (kind == EQUALIZE):
         pixels = size * size
-        start = source + (_row(picture, views, FIRST) * 3 + colour) * pixels
+        start = source + (_row(image, views, FIRST) * 3 + colour) * pixels
         level = tl.arange(0, 256)
         count = tl.zeros([256], dtype=tl.int32)
         for first in range(0, pixels, BLOCK):
-            place = first + tl.arange(0, BLOCK)
-            found = tl.load(start + place, mask=place < pixels, other=0).to(tl.int32)
+            pixel = first + tl.arange(0, BLOCK)
+            found = tl.load(start + pixel, mask=pixel < pixels, other=0).to(tl.int32)
             count += tl.histogram(found, 256)
         beyond = (pixels + BLOCK - 1) // BLOCK * BLOCK - pixels  # counted as black
         count -= tl.where(level == 0, beyond, 0)
         low = tl.min(tl.where(count > 0, level, 256), 0)
         high = tl.max(tl.where(count > 0, level, -1), 0)
-        # equalize: as many pixels to each new level, those of the highest one left out of the account
+        # equalize: the same number of pixels for each new level, not counting those of the highest one
         step = (pixels - tl.sum(tl.where(level == high, count, 0), 0)) // 255
         even = (step // 2 + tl.cumsum(count, 0) - count) // tl.maximum(step, 1)
         even = tl.where(step > 0, even, level)
-        # autocontrast: the darkest becomes 0 and the lightest 255
+        # autocontrast: the darkest level becomes 0 and the lightest 255
         span = tl.maximum(high - low, 1).to(tl.float64)
         gain = 255.0 / span
         offset = -low.to(tl.float64) * gain
         stretched = (level.to(tl.float64) * gain + offset).to(tl.int32)
-        table = tl.where(kind == EQUAL, even, stretched)
+        table = tl.where(kind == EQUALIZE, even, stretched)
         table = tl.where(high > low, table, level)
         table = tl.minimum(tl.maximum(table, 0), 255)
-        tl.store(tables + (picture * 3 + colour) * 256 + level, table.to(tl.uint8))
+        tl.store(tables + (image * 3 + colour) * 256 + level, table.to(tl.uint8))
 
 
 @triton.jit(do_not_specialize=["size", "views"])
 def _operate(source, steps, tables, out, size, views, FIRST: tl.constexpr, BLOCK: tl.constexpr):
-    """Some pixels of a picture (3, size * size) uint8 after its operation."""
-    picture = tl.program_id(0).to(tl.int64)
-    row = steps + picture * OPERATION
+    """Some pixels of a image (3, size * size) uint8 after its operation."""
+    image = tl.program_id(0).to(tl.int64)
+    row = steps + image * OPERATION
     kind = tl.load(row).to(tl.int32)
     pixels = size * size
-    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    kept = place < pixels
-    start, target = source + _row(picture, views, FIRST) * 3 * pixels, out + picture * 3 * pixels
-    if kind == MOVE:
-        x, y = (place % size).to(tl.float32) + 0.5, (place // size).to(tl.float32) + 0.5
+    pixel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    kept = pixel < pixels
+    start, target = source + _row(image, views, FIRST) * 3 * pixels, out + image * 3 * pixels
+    if kind == AFFINE:
+        x, y = (pixel % size).to(tl.float32) + 0.5, (pixel // size).to(tl.float32) + 0.5
         across = tl.load(row + 1) * x + tl.load(row + 2) * y + tl.load(row + 3)
         down = tl.load(row + 4) * x + tl.load(row + 5) * y + tl.load(row + 6)
         inside = kept & (across >= 0) & (across < size) & (down >= 0) & (down < size)
         across, down = across - 0.5, down - 0.5
         left, top = tl.floor(across), tl.floor(down)
         right_share, low_share = across - left, down - top
-        # within the picture the outermost pixels go on to its edge
+        # border pixels are extended to the edge of the image
         x0, x1 = tl.maximum(left.to(tl.int32), 0), tl.minimum(left.to(tl.int32) + 1, size - 1)
         y0, y1 = tl.maximum(top.to(tl.int32), 0) * size, tl.minimum(top.to(tl.int32) + 1, size - 1) * size
         for colour in tl.static_range(3):
@@ -288,32 +288,32 @@ def _operate(source, steps, tables, out, size, views, FIRST: tl.constexpr, BLOCK
             upper += right_share * (tl.load(plane + y0 + x1, mask=inside, other=0).to(tl.float32) - upper)
             lower = tl.load(plane + y1 + x0, mask=inside, other=0).to(tl.float32)
             lower += right_share * (tl.load(plane + y1 + x1, mask=inside, other=0).to(tl.float32) - lower)
-            moved = tl.where(inside, upper + low_share * (lower - upper) + SHORT, 0.0)
-            tl.store(target + colour * pixels + place, moved.to(tl.int32).to(tl.uint8), mask=kept)
+            moved = tl.where(inside, upper + low_share * (lower - upper) + EPSILON, 0.0)
+            tl.store(target + colour * pixels + pixel, moved.to(tl.int32).to(tl.uint8), mask=kept)
     else:
         amount = tl.load(row + 7).to(tl.int32)
         for colour in tl.static_range(3):
-            level = tl.load(start + colour * pixels + place, mask=kept, other=0).to(tl.int32)
-            if (kind == STRETCH) | (kind == EQUAL):
-                level = tl.load(tables + (picture * 3 + colour) * 256 + level, mask=kept, other=0).to(tl.int32)
-            if kind == MASK:
+            level = tl.load(start + colour * pixels + pixel, mask=kept, other=0).to(tl.int32)
+            if (kind == AUTOCONTRAST) | (kind == EQUALIZE):
+                level = tl.load(tables + (image * 3 + colour) * 256 + level, mask=kept, other=0).to(tl.int32)
+            if kind == POSTERIZE:
                 level = level & amount
-            if kind == INVERT:
+            if kind == SOLARIZE:
                 level = tl.where(level < amount, level, 255 - level)
-            tl.store(target + colour * pixels + place, level.to(tl.uint8), mask=kept)
+            tl.store(target + colour * pixels + pixel, level.to(tl.uint8), mask=kept)
 
 
 @triton.jit(do_not_specialize=["size", "views"])
 def _blend(grey, chains, shares, size, views, CHAINS: tl.constexpr, BLOCK: tl.constexpr):
-    """Some levels of a view, mixed with its chains as their shares say."""
+    """Some levels of a view, mixed with its chains by their shares."""
     view = tl.program_id(0).to(tl.int64)
     levels = 3 * size * size
-    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    kept = place < levels
-    spot = grey + (view + view // views + 1) * levels + place
+    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    kept = index < levels
+    target = grey + (view + view // views + 1) * levels + index
     share = shares + view * (CHAINS + 1)
-    mixed = tl.load(spot, mask=kept, other=0).to(tl.float32) * tl.load(share)
+    mixed = tl.load(target, mask=kept, other=0).to(tl.float32) * tl.load(share)
     for chain in tl.static_range(CHAINS):
-        part = tl.load(chains + (view * CHAINS + chain) * levels + place, mask=kept, other=0).to(tl.float32)
+        part = tl.load(chains + (view * CHAINS + chain) * levels + index, mask=kept, other=0).to(tl.float32)
         mixed += part * tl.load(share + 1 + chain)
-    tl.store(spot, mixed.to(grey.dtype.element_ty), mask=kept)
+    tl.store(target, mixed.to(grey.dtype.element_ty), mask=kept)

@@ -1,12 +1,12 @@
 """Views on a GPU: the crops of an image as matrix products, and AugMix over all views at once.
 
-What is random comes from `testtime.images.draw`, so a view is the one that Pillow makes, up to rounding.
-Resizing is separable and linear: for each view there is a matrix that resamples rows and one that resamples
-columns, with Pillow's weights, and the crops of an image are two products. Of AugMix's nine operations five move
-pixels by an affine map and four change grey levels by a table, so a step of all chains is one of each.
-On a GPU with Triton, `testtime.images.gpu_pixels` does the same in a few kernels for all images together.
+Random parameters come from `testtime.images.draw`, so views equal Pillow's up to rounding. Resizing is separable and
+linear: each view has a matrix that resamples rows and one that resamples columns, with Pillow's weights, and the crops
+of an image are two products. Five of AugMix's nine operations are affine maps and four are lookup tables, so a step of
+all chains is one of each. On a GPU with Triton, `testtime.images.gpu_pixels` does the same in a few kernels for all
+images together.
 
-Pixels here are grey levels from 0 to 255; whole numbers, but for what AugMix has mixed. The plain twin is
+Pixels here are grey levels from 0 to 255, integers except after AugMix. The reference implementation is
 `testtime.images.views.views`.
 """
 
@@ -24,24 +24,24 @@ from torch import Tensor
 
 from testtime.images import views as plain
 from testtime.images.draw import CHAINS, NAMES, NOTHING, STEPS, Drawn, Mixes
-from testtime.images.reading import MAX_PIXELS, seen
+from testtime.images.reading import MAX_PIXELS, checked_rgb
 from testtime.machine.capture import reason, warn_once
 from testtime.types import InputError, Preprocess
 
-LONGEST = 8192  # pixels a side; beyond, the matrices would outgrow the work they save
-ALIGNED = 8  # sides are padded to a multiple: half-precision products want it
+LONGEST = 8192  # pixels a side; beyond it, the matrices cost more than they save
+ALIGNED = 8  # sides are padded to a multiple of it, for fast half-precision products
 
-# kinds of operations: a map of places, a table by the picture's own levels, or one that is the same for every picture
-MOVE, STRETCH, EQUAL, MASK, INVERT = range(1, 6)
-KINDS = {"autocontrast": STRETCH, "equalize": EQUAL, "posterize": MASK, "solarize": INVERT}  # others move pixels
-# Pillow cuts off what is behind the point; a level that rounding left just short of a whole one is meant to be it
-SHORT = 0.01
+# kinds of operations: affine (those not in KINDS), a table by the image's own levels (two), a fixed table (two)
+AFFINE, AUTOCONTRAST, EQUALIZE, POSTERIZE, SOLARIZE = range(1, 6)
+KINDS = {"autocontrast": AUTOCONTRAST, "equalize": EQUALIZE, "posterize": POSTERIZE, "solarize": SOLARIZE}
+# Pillow truncates levels; this keeps those that rounding left just below an integer
+EPSILON = 0.01
 
 _broken = False  # whether Triton has failed in this process
 
 
-def as_picture(image: Image.Image | Tensor) -> Tensor:
-    """Pixels (H, W, 3) uint8 of a Pillow image, or those given."""
+def as_pixels(image: Image.Image | Tensor) -> Tensor:
+    """Pixels (H, W, 3) uint8 of a Pillow image; a tensor is checked and returned as it is."""
     if isinstance(image, Tensor):
         if image.ndim != 3 or image.shape[2] != 3 or image.dtype != torch.uint8 or 0 in image.shape:
             raise InputError(f"Pixels must be (H, W, 3) uint8; got {image.dtype} {tuple(image.shape)}.")
@@ -50,11 +50,11 @@ def as_picture(image: Image.Image | Tensor) -> Tensor:
         return image
     if not isinstance(image, Image.Image):
         raise InputError(f"Expected a Pillow image or pixels; got {type(image).__name__}.")
-    return torch.from_numpy(np.array(seen(image)))
+    return torch.from_numpy(np.array(checked_rgb(image)))
 
 
 def grey_views(
-    pictures: Sequence[Tensor],
+    images: Sequence[Tensor],
     sampled: Sequence[Drawn],
     preprocess: Preprocess,
     *,
@@ -63,22 +63,22 @@ def grey_views(
 ) -> Tensor:
     """Views of several images (H, W, 3), on their device: (n, V, 3, size, size), grey levels in `precision`.
 
-    `sampled` holds V - 1 rows for each image. Half precision, the default on a GPU, is exact for whole levels.
-    `kernels` says whether Triton does the work, by default where it can.
+    `sampled` holds V - 1 rows per image. Half precision, the default on a GPU, is exact for integer levels.
+    `kernels` selects Triton; the default is to use it where it is available.
     """
     global _broken
-    device, size = pictures[0].device, preprocess.size
+    device, size = images[0].device, preprocess.size
     precision = precision or (torch.float16 if device.type == "cuda" else torch.float32)
-    result = torch.empty(len(pictures), len(sampled[0]) + 1, 3, size, size, dtype=precision, device=device)
-    short = [row for row, picture in enumerate(pictures) if max(picture.shape) <= LONGEST]
-    for row in set(range(len(pictures))) - set(short):
-        result[row] = _long_strip(pictures[row], sampled[row], preprocess).to(result)
-    axes = [_axes(pictures[row].shape, sampled[row], preprocess) for row in short]
+    result = torch.empty(len(images), len(sampled[0]) + 1, 3, size, size, dtype=precision, device=device)
+    short = [row for row, image in enumerate(images) if max(image.shape) <= LONGEST]
+    for row in set(range(len(images))) - set(short):
+        result[row] = _long_strip(images[row], sampled[row], preprocess).to(result)
+    axes = [_axes(images[row].shape, sampled[row], preprocess) for row in short]
     mixes = [drawn.mixes for drawn in sampled if drawn.mixes is not None and len(drawn)]
 
     def fill(crop: Callable[..., None], mix: Callable[..., None]) -> Tensor:
         if short:
-            crop([pictures[row] for row in short], np.stack(axes), result, short)
+            crop([images[row] for row in short], np.stack(axes), result, short)
         if mixes:
             mix(result, mixes)
         return result
@@ -92,14 +92,14 @@ def grey_views(
             return fill(gpu_pixels.crop, gpu_pixels.mix)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # a compiler fails in its own ways, and they have no common root
+        except Exception as error:  # a compiler's errors have no common base class
             _broken = True
-            warn_once(f"Views cannot be made by Triton, and are made slower ({reason(error)}).")
+            warn_once(f"Triton cannot make the views; using a slower implementation ({reason(error)}).")
     return fill(crop, mix)
 
 
 def normalise(grey: Tensor, preprocess: Preprocess, dtype: torch.dtype) -> Tensor:
-    """Grey levels (..., 3, H, W) less the model's mean over its deviation, as it wants its images."""
+    """Grey levels (..., 3, H, W) normalised by the model's mean and standard deviation."""
     mean, std = (grey.new_tensor(x, dtype=torch.float32)[:, None, None] for x in (preprocess.mean, preprocess.std))
     return torch.addcmul(-mean / std, grey.float(), 1 / (255 * std)).to(dtype)
 
@@ -112,15 +112,15 @@ class Axis(NamedTuple):
 
     start: float  # of the box, in pixels of the image
     length: float  # of the box
-    ratio: float  # pixels of the image to one of the resized box
-    first: float  # pixel of the resized box that is the view's first
+    ratio: float  # pixels of the image per pixel of the resized box
+    first: float  # pixel of the resized box where the view starts
     total: float  # pixels of the resized box
-    support: float  # reach of the filter at ratio 1: 1 is bilinear, 2 bicubic
+    support: float  # half-width of the filter at ratio 1: 1 is bilinear, 2 bicubic
     mirrored: float
 
 
 def _axes(shape: Sequence[int], sampled: Drawn, preprocess: Preprocess) -> np.ndarray:
-    """The axes of each view, across and down: (V, 2, 7)."""
+    """The axes of each view, horizontal and vertical: (V, 2, 7)."""
     height, width, size, resize = *shape[:2], preprocess.size, preprocess.resize
     support = 2.0 if preprocess.interpolation == "bicubic" else 1.0
     short = min(width, height)
@@ -145,55 +145,55 @@ def filter_widths(axes: np.ndarray) -> np.ndarray:
 
 
 def upload(array: np.ndarray, device: torch.device) -> Tensor:
-    """An array on the device, without waiting for it there."""
+    """An array copied to the device, without waiting for the copy."""
     host = torch.from_numpy(array)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
-def crop(pictures: Sequence[Tensor], axes: np.ndarray, out: Tensor, rows: Sequence[int]) -> None:
-    """Fill `rows` of `out` (n, V, 3, size, size) with the views of pictures (H, W, 3), by their axes (n, V, 2, 7)."""
+def crop(images: Sequence[Tensor], axes: np.ndarray, out: Tensor, rows: Sequence[int]) -> None:
+    """Fill `rows` of `out` (n, V, 3, size, size) with the views of images (H, W, 3), by their axes (n, V, 2, 7)."""
     weights, columns = _taps(upload(axes, out.device), out.shape[-1], int(filter_widths(axes).max()))
-    for place, row in enumerate(rows):
-        _resample(pictures[place], weights[place], columns[place], out[row])
+    for number, row in enumerate(rows):
+        _resample(images[number], weights[number], columns[number], out[row])
 
 
-def _taps(axes: Tensor, size: int, most: int) -> tuple[Tensor, Tensor]:
-    """Weights, and the pixels of the image they are for, of each pixel of each view: two (n, V, 2, size, most)."""
+def _taps(axes: Tensor, size: int, max_taps: int) -> tuple[Tensor, Tensor]:
+    """Filter weights and the pixels of the image they apply to, for each view: two (n, V, 2, size, max_taps)."""
     start, length, ratio, first, total, support, mirrored = (part[..., None] for part in axes.unbind(-1))
-    place = torch.arange(size, dtype=axes.dtype, device=axes.device)
-    place = torch.where(mirrored > 0, size - 1 - place, place) + first  # (n, V, 2, size)
+    position = torch.arange(size, dtype=axes.dtype, device=axes.device)
+    position = torch.where(mirrored > 0, size - 1 - position, position) + first  # (n, V, 2, size)
     stretch = ratio.clamp_min(1)
-    centre, reach = (place + 0.5) * ratio, support * stretch
+    centre, reach = (position + 0.5) * ratio, support * stretch
     low = (centre - reach + 0.5).floor().clamp_min(0)
     high = torch.minimum((centre + reach + 0.5).floor(), length)
-    pixel = low[..., None] + torch.arange(most, dtype=axes.dtype, device=axes.device)
+    pixel = low[..., None] + torch.arange(max_taps, dtype=axes.dtype, device=axes.device)
     weight = _filter((pixel + 0.5 - centre[..., None]) / stretch[..., None], support[..., None] > 1)
-    inside = (pixel < high[..., None]) & (place >= 0)[..., None] & (place < total)[..., None]
+    inside = (pixel < high[..., None]) & (position >= 0)[..., None] & (position < total)[..., None]
     weight = weight * inside
     weight = weight / torch.where(inside.any(-1), weight.sum(-1), 1)[..., None]
     return weight, (start[..., None] + torch.minimum(pixel, length[..., None] - 1)).long()
 
 
 def _filter(x: Tensor, cubic: Tensor) -> Tensor:
-    """Pillow's filters: the triangle, or where `cubic`, the cubic convolution with a = -0.5."""
+    """Pillow's filters: the triangle, or with `cubic`, the cubic convolution with a = -0.5."""
     x = x.abs()
     near, far = (1.5 * x - 2.5) * x * x + 1, ((-0.5 * x + 2.5) * x - 4) * x + 2
     smooth = torch.where(x < 1, near, torch.where(x < 2, far, 0))
     return torch.where(cubic, smooth, (1 - x).clamp_min(0))
 
 
-def _resample(picture: Tensor, weights: Tensor, columns: Tensor, out: Tensor) -> None:
-    """Fill `out` (V, 3, size, size) with the views of one picture (H, W, 3)."""
+def _resample(image: Tensor, weights: Tensor, columns: Tensor, out: Tensor) -> None:
+    """Fill `out` (V, 3, size, size) with the views of one image (H, W, 3)."""
     count, _, size, _ = out.shape
-    height, width = (-(-side // ALIGNED) * ALIGNED for side in picture.shape[:2])
+    height, width = (-(-side // ALIGNED) * ALIGNED for side in image.shape[:2])
     pixels = out.new_zeros(3, height, width)
-    pixels[:, : picture.shape[0], : picture.shape[1]] = picture.permute(2, 0, 1)
+    pixels[:, : image.shape[0], : image.shape[1]] = image.permute(2, 0, 1)
     across, down = (
         out.new_zeros(count, size, side).scatter_add_(2, columns[:, axis], weights[:, axis].to(out.dtype))
         for axis, side in ((0, width), (1, height))
     )
-    # One product for all rows of all colours and all columns of all views. Pillow rounds after each of its two
-    # passes; the half that makes rounding of cutting off rides along with this one.
+    # One product for all rows of all channels and all columns of all views. Pillow rounds after each of its two
+    # passes; the bias of one half turns truncation into rounding.
     half = out.new_full((count * size,), 0.5)
     rows = torch.addmm(half, pixels.flatten(0, 1), across.flatten(0, 1).T).floor_().clamp_(0, 255)
     rows = rows.view(3, height, count, size)
@@ -202,10 +202,10 @@ def _resample(picture: Tensor, weights: Tensor, columns: Tensor, out: Tensor) ->
     out.add_(0.5).floor_().clamp_(0, 255)
 
 
-def _long_strip(picture: Tensor, sampled: Drawn, preprocess: Preprocess) -> Tensor:
-    """Views (V, 3, size, size) in grey levels, by Pillow, of an image too long for matrices; AugMix left out."""
-    image, size = Image.fromarray(picture.cpu().numpy()), preprocess.size
-    made = [plain._centre(image, preprocess), *(plain._crop(image, box, size) for box in sampled.crops.tolist())]
+def _long_strip(image: Tensor, sampled: Drawn, preprocess: Preprocess) -> Tensor:
+    """Views (V, 3, size, size) in grey levels, by Pillow, of an image too long for matrices; without AugMix."""
+    pillow, size = Image.fromarray(image.cpu().numpy()), preprocess.size
+    made = [plain._centre(pillow, preprocess), *(plain._crop(pillow, box, size) for box in sampled.crops.tolist())]
     return torch.from_numpy(np.stack([np.array(view) for view in made])).permute(0, 3, 1, 2)
 
 
@@ -215,12 +215,12 @@ def _long_strip(picture: Tensor, sampled: Drawn, preprocess: Preprocess) -> Tens
 def plan_steps(mixes: Sequence[Mixes], size: int) -> tuple[np.ndarray, np.ndarray]:
     """The operations of each step on each chain (steps, n * V * CHAINS, 8), and shares (n * V, 1 + CHAINS).
 
-    Columns of an operation: its kind, where pixels come from (x' = a x + b y + c, y' = d x + e y + f), and its amount.
+    Columns of an operation: its kind, its source coordinates (x' = a x + b y + c, y' = d x + e y + f), its amount.
     """
-    codes = np.concatenate([part.operations for part in mixes]).reshape(-1, STEPS).T  # (STEPS, pictures)
+    codes = np.concatenate([part.operations for part in mixes]).reshape(-1, STEPS).T  # (STEPS, images)
     codes = codes[: int((codes != NOTHING).any(1).sum())]
     amounts = np.concatenate([part.amounts for part in mixes]).reshape(-1, STEPS).T[: len(codes)]
-    kinds = np.array([KINDS.get(name, MOVE) for name in NAMES] + [0])  # NOTHING finds the last
+    kinds = np.array([KINDS.get(name, AFFINE) for name in NAMES] + [0])  # NOTHING indexes the last
     plan = np.zeros((*codes.shape, 8), dtype=np.float32)
     plan[..., 0] = kinds[codes]
     plan[..., 1] = plan[..., 5] = 1
@@ -239,7 +239,7 @@ def plan_steps(mixes: Sequence[Mixes], size: int) -> tuple[np.ndarray, np.ndarra
 
 
 def mix(grey: Tensor, mixes: Sequence[Mixes]) -> None:
-    """Mix the views but the first of each image (n, V, 3, size, size) in place."""
+    """Mix all views but the first of each image (n, V, 3, size, size) in position."""
     views = grey[:, 1:]
     steps, shares = plan_steps(mixes, grey.shape[-1])
     base = views.flatten(0, 1).to(torch.uint8)
@@ -254,50 +254,50 @@ def mix(grey: Tensor, mixes: Sequence[Mixes]) -> None:
     views.copy_(mixed.view(views.shape))
 
 
-def operate(pictures: Tensor, operations: np.ndarray) -> None:
-    """Carry out an operation on each of `pictures` (n, 3, size, size) uint8, in place: a step (n, 8) of a plan."""
-    device, kinds = pictures.device, operations[:, 0]
-    if len(moved := np.flatnonzero(kinds == MOVE)):
+def operate(images: Tensor, operations: np.ndarray) -> None:
+    """Apply an operation to each of `images` (n, 3, size, size) uint8, in position: a step (n, 8) of a plan."""
+    device, kinds = images.device, operations[:, 0]
+    if len(moved := np.flatnonzero(kinds == AFFINE)):
         rows, matrices = upload(moved, device), upload(operations[moved, 1:7], device)
-        pictures.index_copy_(0, rows, _move(pictures[rows], matrices))
-    if len(toned := np.flatnonzero(kinds > MOVE)):
+        images.index_copy_(0, rows, _warp(images[rows], matrices))
+    if len(toned := np.flatnonzero(kinds > AFFINE)):
         rows, chosen = upload(toned, device), upload(operations[toned], device)
-        levels = pictures[rows].flatten(2).long()  # (n, 3, pixels)
+        levels = images[rows].flatten(2).long()  # (n, 3, pixels)
         tables = _tables(levels, chosen[:, 0, None, None], chosen[:, 7, None, None].long())
-        pictures.index_copy_(0, rows, tables.gather(2, levels).view(-1, *pictures.shape[1:]))
+        images.index_copy_(0, rows, tables.gather(2, levels).view(-1, *images.shape[1:]))
 
 
-def _move(pictures: Tensor, matrices: Tensor) -> Tensor:
+def _warp(images: Tensor, matrices: Tensor) -> Tensor:
     """Pictures (n, 3, size, size) uint8 through affine maps (n, 6), bilinear, black outside."""
-    size = pictures.shape[-1]
-    middle = torch.arange(size, dtype=torch.float32, device=pictures.device) + 0.5
+    size = images.shape[-1]
+    middle = torch.arange(size, dtype=torch.float32, device=images.device) + 0.5
     a, b, c, d, e, f = (part[:, None, None] for part in matrices.unbind(1))
     x = a * middle + b * middle[:, None] + c  # (n, size, size)
     y = d * middle + e * middle[:, None] + f
     inside = (x >= 0) & (x < size) & (y >= 0) & (y < size)
     grid = torch.stack([x, y], -1) * (2 / size) - 1
-    # within the picture the outermost pixels go on to its edge, as in Pillow
-    moved = F.grid_sample(pictures.float(), grid, "bilinear", "border", align_corners=False)
-    return moved.add_(SHORT).mul_(inside[:, None]).to(torch.uint8)
+    # border pixels are extended to the edge of the image, as in Pillow
+    moved = F.grid_sample(images.float(), grid, "bilinear", "border", align_corners=False)
+    return moved.add_(EPSILON).mul_(inside[:, None]).to(torch.uint8)
 
 
 def _tables(levels: Tensor, kind: Tensor, amount: Tensor) -> Tensor:
-    """Tables (n, 3, 256) uint8 of the operations of some kind and amount (n, 1, 1) on pictures (n, 3, pixels).
+    """Lookup tables (n, 3, 256) uint8 of operations of a kind and amount (n, 1, 1) on images (n, 3, pixels).
 
-    In whole numbers and in double, as Pillow computes them: both cut off what is behind the point.
+    In integers and float64, as in Pillow: both truncate.
     """
     count = levels.new_zeros(*levels.shape[:2], 256).scatter_add_(2, levels, torch.ones_like(levels))
     level = torch.arange(256, device=levels.device)
     present = count > 0
     low = torch.where(present, level, 256).amin(2, keepdim=True)
     high = torch.where(present, level, -1).amax(2, keepdim=True)
-    # equalize: as many pixels to each new level, those of the highest one left out of the account
+    # equalize: the same number of pixels for each new level, not counting those of the highest one
     step = (count.sum(2, keepdim=True) - count.gather(2, high)) // 255
     even = torch.where(step > 0, (step // 2 + count.cumsum(2) - count) // step.clamp_min(1), level)
-    # autocontrast: the darkest becomes 0 and the lightest 255
+    # autocontrast: the darkest level becomes 0 and the lightest 255
     gain = 255 / (high - low).clamp_min(1).double()
     stretched = (level * gain + -low * gain).long()
-    table = torch.where(high > low, torch.where(kind == EQUAL, even, stretched), level)
-    table = torch.where(kind == MASK, level & amount, table)
-    table = torch.where(kind == INVERT, torch.where(level < amount, level, 255 - level), table)
+    table = torch.where(high > low, torch.where(kind == EQUALIZE, even, stretched), level)
+    table = torch.where(kind == POSTERIZE, level & amount, table)
+    table = torch.where(kind == SOLARIZE, torch.where(level < amount, level, 255 - level), table)
     return table.clamp_(0, 255).to(torch.uint8)

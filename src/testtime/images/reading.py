@@ -1,4 +1,4 @@
-"""Images: finding them, and reading them into Pillow, or saying in one line why not."""
+"""Images: finding them and reading them with Pillow, with one-line errors."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from testtime.files import NotRegular, opened, read_bytes
 from testtime.registry import folded_name
 from testtime.types import ImageError, InputError, StoredImage
 
-MAX_PIXELS = 200_000_000  # an image has no more, wherever it is from; a header can promise far more in a few bytes
-ORDINARY = 2**24  # pixels up to which Pillow's own limit is no matter
-PIXEL = 12  # bytes that a pixel takes at most while an image is decoded, turned and brought to RGB
+MAX_PIXELS = 200_000_000  # limit for any image; a few bytes of header can claim far more
+SMALL_CROP = 2**24  # pixels up to which Pillow's own limit does not matter
+BYTES_PER_PIXEL = 12  # peak memory while an image is decoded, rotated and converted to RGB
 
 IMAGE_SUFFIXES = (".avif", ".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 LIST_SUFFIXES = (".lst", ".txt")
 
-# the formats of those suffixes; Pillow knows others, and one of them (EPS) starts a program on the file
+# the formats of those suffixes; Pillow reads others, and for one of them (EPS) it runs a program on the file
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "MPO", "PNG", "PPM", "TIFF", "WEBP")
 
 
@@ -37,24 +37,23 @@ def read_image(
 ) -> Image.Image:
     """The image in a file, in RGB, upright by its EXIF orientation, fully loaded; the first frame of several.
 
-    Transparency is dropped and not composited, as in CLIP's own `convert("RGB")`. `info["path"]` is the path, or the
-    name of a stored image, where there is one. Whatever is wrong with the file is an ImageError; more than
-    `MAX_PIXELS` are noticed before decoding. `admit` hears width and height once they are known, and may wait, or raise
-    what it likes: nothing is decoded before.
+    Transparency is dropped and not composited, as in CLIP's own `convert("RGB")`. `info["path"]` is the path or the
+    name of a stored image, if any. Any problem with the file is an ImageError; more than `MAX_PIXELS` is detected
+    before decoding. `admit` is called with (width, height) before anything is decoded; it may wait or raise anything.
     """
     if not isinstance(source, (str, bytes, StoredImage)) and not hasattr(source, "read"):
         raise ImageError(f"Expected a path, bytes or an open file; got {type(source).__name__}.")
     file: BinaryIO | None = None
     try:
-        with blamed(name_of(source)), _pillow_limits():
-            file = _file(source)
-            image = _header(file)
+        with image_errors(source_name(source)), _pillow_limits():
+            file = _open_source(source)
+            image = _read_header(file)
         if admit is not None:
             admit(image.size)
-        with blamed(name_of(source)), _pillow_limits():
+        with image_errors(source_name(source)), _pillow_limits():
             image.load()
             upright = _upright(image)
-            Image.Image.close(image)  # its pixels, which are as many, but not its file
+            Image.Image.close(image)  # frees its pixels, which are a second copy, but keeps its file
             result = as_rgb(upright)
         if file is not source and not isinstance(source, bytes):
             result.info["path"] = str(source)
@@ -64,8 +63,8 @@ def read_image(
             file.close()
 
 
-def _file(source: str | StoredImage | bytes | BinaryIO) -> BinaryIO:
-    """A source opened; what is a path but no regular file is refused at once, where a pipe would be waited for."""
+def _open_source(source: str | StoredImage | bytes | BinaryIO) -> BinaryIO:
+    """A source opened for reading; a path to anything but a regular file is refused, since a pipe would block."""
     if isinstance(source, (str, Path)):
         return opened(source)
     if isinstance(source, StoredImage):
@@ -73,7 +72,7 @@ def _file(source: str | StoredImage | bytes | BinaryIO) -> BinaryIO:
     return io.BytesIO(source) if isinstance(source, bytes) else source
 
 
-def _header(file: BinaryIO) -> Image.Image:
+def _read_header(file: BinaryIO) -> Image.Image:
     Image.init()
     image = Image.open(file, formats=[name for name in FORMATS if name in Image.OPEN])
     if image.width * image.height > MAX_PIXELS:
@@ -82,35 +81,35 @@ def _header(file: BinaryIO) -> Image.Image:
 
 
 @contextmanager
-def blamed(name: str) -> Iterator[None]:
-    """Say what is wrong with the file of that name, whatever it is."""
+def image_errors(name: str) -> Iterator[None]:
+    """Raise any error as an ImageError that names the file."""
     try:
         yield
     # Pillow's decoders raise nearly anything on a damaged file: SyntaxError, struct.error, KeyError, ...
     except Exception as error:
-        raise ImageError(f"{name}: {_wrong(error)}") from error
+        raise ImageError(f"{name}: {_reason(error)}") from error
 
 
 def _upright(image: Image.Image) -> Image.Image:
-    """The image turned by its EXIF orientation; always a new one, which holds no file."""
+    """The image rotated by its EXIF orientation; always a new one that holds no file."""
     try:
         return ImageOps.exif_transpose(image)
-    except Exception:  # damaged EXIF says nothing about the pixels, which are fine
+    except Exception:  # damaged EXIF does not affect the pixels
         return image.copy()
 
 
-def name_of(source: object) -> str:
-    """What to call a source in a message."""
+def source_name(source: object) -> str:
+    """The name of a source, for messages."""
     if isinstance(source, (str, StoredImage)):
-        return _line(source) or "''"
+        return _one_line(source) or "''"
     if isinstance(source, bytes):
         return f"image of {len(source):,} bytes"
     name = getattr(source, "name", None) or getattr(source, "filename", None)
-    return _line(name) if isinstance(name, (str, Path)) and name else "image"
+    return _one_line(name) if isinstance(name, (str, Path)) and name else "image"
 
 
-def _wrong(error: Exception) -> str:
-    """What is wrong, in words for whoever supplied the file."""
+def _reason(error: Exception) -> str:
+    """What is wrong with the file, for the user."""
     match error:
         case FileNotFoundError():
             return "no such file."
@@ -127,69 +126,69 @@ def _wrong(error: Exception) -> str:
         case MemoryError():
             return "is damaged, or too large for the memory."
         case OSError(strerror=str(reason)):
-            return f"cannot be read ({_line(reason)})."
-    return f"is damaged ({_line(error) or type(error).__name__})."
+            return f"cannot be read ({_one_line(reason)})."
+    return f"is damaged ({_one_line(error) or type(error).__name__})."
 
 
-def _line(text: object) -> str:
-    """On one line, and printable even where a file name is not UTF-8."""
+def _one_line(text: object) -> str:
+    """Text on one line, printable even if a file name is not UTF-8."""
     return " ".join(str(text).encode("utf-8", "backslashreplace").decode().split())
 
 
-_limits = threading.Lock()
+_limits_lock = threading.Lock()
 _readers = 0
-_undo = ExitStack()  # the warning filters and Pillow's limit as they were
+_restore = ExitStack()  # the warning filters and Pillow's limit as they were
 
 
 @contextmanager
 def _pillow_limits() -> Iterator[None]:
-    """While any thread is inside, Pillow refuses above MAX_PIXELS and does not warn; then all is as it was.
+    """While any thread is inside, Pillow refuses above MAX_PIXELS and does not warn; settings are restored after.
 
-    Pillow asks for its limit when it opens a file, and again when it cuts a box out of an image.
+    Pillow checks its limit when it opens a file, and again when it crops an image.
 
-    Both are settings of the whole process. Threads that each set them back could restore what another had
-    set, so the first to enter sets them and the last to leave sets them back.
+    Both are process-wide settings. If each thread restored them, one could restore what another had set, so the
+    first to enter sets them and the last to leave restores them.
     """
     global _readers
-    with _limits:
+    with _limits_lock:
         if _readers == 0:
-            _undo.enter_context(warnings.catch_warnings())
+            _restore.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
             warnings.filterwarnings("ignore", module=r"PIL\.")
-            _undo.callback(setattr, Image, "MAX_IMAGE_PIXELS", Image.MAX_IMAGE_PIXELS)
+            _restore.callback(setattr, Image, "MAX_IMAGE_PIXELS", Image.MAX_IMAGE_PIXELS)
             Image.MAX_IMAGE_PIXELS = MAX_PIXELS // 2  # Pillow warns above it and refuses above twice that
         _readers += 1
     try:
         yield
     finally:
-        with _limits:
+        with _limits_lock:
             _readers -= 1
             if _readers == 0:
-                _undo.close()
+                _restore.close()
 
 
-def cut(image: Image.Image, box: tuple[int, int, int, int]) -> Image.Image:
-    """A box of an image (left, top, right, bottom), also where it is larger than Pillow likes files to be."""
+def crop_box(image: Image.Image, box: tuple[int, int, int, int]) -> Image.Image:
+    """A box of an image (left, top, right, bottom), even if it is above Pillow's limit for files."""
     left, top, right, bottom = box
-    if (right - left) * (bottom - top) <= min(ORDINARY, Image.MAX_IMAGE_PIXELS or ORDINARY):
+    if (right - left) * (bottom - top) <= min(SMALL_CROP, Image.MAX_IMAGE_PIXELS or SMALL_CROP):
         return image.crop(box)
     with _pillow_limits():
         return image.crop(box)
 
 
-def seen(image: Image.Image) -> Image.Image:
-    """The image in RGB, if there is something to see, and not more than MAX_PIXELS."""
+def checked_rgb(image: Image.Image) -> Image.Image:
+    """The image in RGB; refused if it is empty or has more than MAX_PIXELS."""
     if not image.width or not image.height:
-        raise ImageError(f"An image of {image.width} x {image.height} pixels has nothing to see.")
+        raise ImageError(f"An image of {image.width} x {image.height} pixels is empty.")
     if image.width * image.height > MAX_PIXELS:
-        raise ImageError(f"An image of {image.width} x {image.height} pixels {_wrong(Image.DecompressionBombError())}")
-    with blamed(name_of(image)):
-        image.load()  # it may be a file that Pillow has not read yet
+        raise ImageError(f"An image of {image.width} x {image.height} pixels {_reason(Image.DecompressionBombError())}")
+    with image_errors(source_name(image)):
+        image.load()  # Pillow may not have read its file yet
         return as_rgb(image)
 
 
 def as_rgb(image: Image.Image) -> Image.Image:
-    """The image in RGB: itself where it is already.
+    """The image in RGB: itself if it is already.
 
     Deep greyscale is scaled to 8 bits, where Pillow would clip: integers from 0..65535 (Pillow's convention
     for modes I;16 and I), floats from 0..1, or from 0..255 where any is above 1.
@@ -198,7 +197,7 @@ def as_rgb(image: Image.Image) -> Image.Image:
         return image
     if image.mode == "I" or image.mode.startswith("I;16"):
         deep = np.asarray(image).astype(np.int32)
-        np.clip(deep, 0, 65535, out=deep)  # in place, as what follows: an image may be large
+        np.clip(deep, 0, 65535, out=deep)  # in place, like what follows: an image may be large
         deep += 128
         deep //= 257
         return Image.fromarray(deep.astype(np.uint8)).convert("RGB")
@@ -207,7 +206,7 @@ def as_rgb(image: Image.Image) -> Image.Image:
         if real.max(initial=0) <= 1:
             real *= 255
         return Image.fromarray(real.clip(0, 255, out=real).round(out=real).astype(np.uint8)).convert("RGB")
-    if image.mode in ("P", "PA", "RGBa", "La"):  # by way of RGBA: directly Pillow warns, or cannot
+    if image.mode in ("P", "PA", "RGBa", "La"):  # through RGBA: a direct conversion warns or fails
         image = image.convert("LA" if image.mode == "La" else "RGBA")
     return image.convert("RGB")
 
@@ -215,16 +214,16 @@ def as_rgb(image: Image.Image) -> Image.Image:
 def find_images(source: str | Path, stdin: Iterable[str] | None = None) -> list[Path]:
     """The image files that `source` stands for.
 
-    - a folder: every image in it and below, sorted by path; what starts with a dot is left out
+    - a folder: every image in it and below, sorted by path; names that start with a dot are skipped
     - a pattern, such as `photos/**/*.jpg`: likewise
-    - a list (.txt or .lst): the paths in it, one a line, in its order, as seen from the current folder or
-      else from the list's; blank lines and # comments are skipped, and a path need not exist
+    - a list (.txt or .lst): the paths in it, one per line, in its order, relative to the current folder or
+      else to the list's; blank lines and # comments are skipped, and a path need not exist
     - `-`: such lines on standard input
     - any other file: itself
     """
     text = str(source)
     if text == "-":
-        return _listed(_standard_input() if stdin is None else stdin, "standard input", Path())
+        return _parse_list(_standard_input() if stdin is None else stdin, "standard input", Path())
     if not text:
         raise InputError("No images given: an empty path. Give a folder, a pattern, a file, a list or '-'.")
     path = Path(source)
@@ -233,7 +232,7 @@ def find_images(source: str | Path, stdin: Iterable[str] | None = None) -> list[
     if os.path.exists(path):
         if path.suffix.lower() not in LIST_SUFFIXES:
             return [path]
-        return _listed(_lines(path), repr(text), path.parent)
+        return _parse_list(_read_lines(path), repr(text), path.parent)
     if glob.has_magic(text):
         matches = (Path(match) for match in glob.iglob(text, recursive=True) if os.path.isfile(match))
         return _sorted_images(matches, f"match {text!r}")
@@ -243,7 +242,7 @@ def find_images(source: str | Path, stdin: Iterable[str] | None = None) -> list[
 def folder(source: str | Path) -> Iterator[Image.Image]:
     """The images that `source` stands for, in the order of `find_images`, each with its `info["path"]`.
 
-    A source without images is an error at once; a bad image is one when its turn comes.
+    A source without images is an error at once; a bad image raises when it is reached.
     """
     return map(read_image, find_images(source))
 
@@ -261,7 +260,7 @@ def labels_from_folders(paths: Sequence[str | Path], classnames: Sequence[str]) 
 
 
 def class_numbers(classnames: Sequence[str]) -> dict[str, int]:
-    """The place of each class by its folded name; the first of several that share one."""
+    """The index of each class by its folded name; the first of several that share one."""
     return {folded_name(name): number for number, name in reversed(list(enumerate(classnames)))}
 
 
@@ -273,7 +272,7 @@ def _sorted_images(paths: Iterable[Path], where: str) -> list[Path]:
 
 
 def _walk(top: Path) -> Iterator[Path]:
-    """Files below a folder; links to folders are followed, except back to one that they lie in."""
+    """Files below a folder; links to folders are followed, except to a folder that contains them."""
     waiting: list[tuple[Path, tuple[str, ...]]] = [(top, (os.path.realpath(top),))]
     while waiting:
         here, above = waiting.pop()
@@ -291,9 +290,9 @@ def _walk(top: Path) -> Iterator[Path]:
                 yield path
 
 
-def _lines(path: Path) -> list[str]:
+def _read_lines(path: Path) -> list[str]:
     try:
-        return _decoded(read_bytes(path))
+        return _decode_lines(read_bytes(path))
     except OSError as error:
         raise InputError(f"Cannot read the list {str(path)!r}: {error.strerror}.") from error
 
@@ -301,22 +300,22 @@ def _lines(path: Path) -> list[str]:
 def _standard_input() -> Iterable[str]:
     try:
         data = getattr(sys.stdin, "buffer", sys.stdin).read()
-    except (AttributeError, ValueError):  # there is none, or it is closed
-        raise InputError("Nothing can be read from standard input: it is closed. Give a folder or a list.") from None
-    return _decoded(data) if isinstance(data, bytes) else data.split("\n")
+    except (AttributeError, ValueError):  # missing or closed
+        raise InputError("Cannot read standard input: it is closed. Give a folder or a list.") from None
+    return _decode_lines(data) if isinstance(data, bytes) else data.split("\n")
 
 
-def _decoded(data: bytes) -> list[str]:
-    # PowerShell writes UTF-16; file names that are not UTF-8 come through as the system hands them out
+def _decode_lines(data: bytes) -> list[str]:
+    # PowerShell writes UTF-16; file names that are not UTF-8 are decoded as the system does
     wide = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     text = data.decode("utf-16", "replace") if wide else data.decode("utf-8-sig", "surrogateescape")
     return text.split("\n")
 
 
-def _listed(lines: Iterable[str], where: str, beside: Path) -> list[Path]:
+def _parse_list(lines: Iterable[str], where: str, beside: Path) -> list[Path]:
     stripped = (line.removeprefix("\ufeff").strip() for line in lines)
     paths = [Path(line) for line in stripped if line and not line.startswith("#")]
     if not paths:
         raise InputError(f"No images in {where}; expected a path on each line.")
-    # a path that is nowhere stays as it is written, for the message when it is read
+    # a path that does not exist is kept as written, for the message when it is read
     return [beside / path if not os.path.exists(path) and os.path.exists(beside / path) else path for path in paths]

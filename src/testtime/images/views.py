@@ -1,7 +1,7 @@
 """Views of an image: the image itself, and random crops of it, seeded by (seed, index).
 
-What is random is drawn first, as plain data (`testtime.images.draw`), and then carried out with Pillow; another device
-can carry out the same draw.
+Random parameters are drawn first, as plain data (`testtime.images.draw`), and then applied with Pillow; another device
+can apply the same draw.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from testtime.images.draw import NAMES, NOTHING, Mixes, draw
-from testtime.images.reading import cut, seen
+from testtime.images.reading import checked_rgb, crop_box
 from testtime.types import InputError, Preprocess
 
-LONGEST = 16  # elongation of the resized image from which only its centre is computed
+LONGEST = 16  # aspect ratio of the resized image from which only its centre is computed
 
 FILTERS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
 
 
 def clean(image: Image.Image, preprocess: Preprocess) -> Tensor:
-    """The image as the model was trained to see it: (3, size, size) float32, normalised.
+    """The image preprocessed as in the model's training: (3, size, size) float32, normalised.
 
     Equal to torchvision's Resize, CenterCrop, ToTensor and Normalize on a Pillow image; only images more than
-    `LONGEST` times as long as wide may differ by some grey levels, because theirs would fill the memory.
+    `LONGEST` times as long as wide may differ by some grey levels, because resizing them whole would exhaust memory.
     """
     return _normalise(_unit(_centre(_checked(image), preprocess)), preprocess)
 
@@ -43,9 +43,9 @@ def views(
 ) -> Tensor:
     """The clean view and `count - 1` random ones: (count, 3, size, size) float32, normalised, row 0 clean.
 
-    `index` is the image's place in the stream and `scale` the range of a crop's share of the image. A row
-    depends on the image, `seed`, `index` and its own number, never on `count`; with and without AugMix, the
-    crops are the same.
+    `index` is the image's position in the stream and `scale` the range of a crop's share of the image. A row
+    depends on the image, `seed`, `index` and its own number, never on `count`; the crops are the same with and
+    without AugMix.
     """
     image, size = _checked(image), preprocess.size
     drawn = draw(image.size, count, size, seed=seed, index=index, augmix=augmix, scale=scale)
@@ -62,11 +62,11 @@ def _affine(view: Image.Image, matrix: tuple[float, float, float, float, float, 
 
 
 def _shifted(view: Image.Image, right: int, down: int) -> Image.Image:
-    # by whole pixels a crop is the affine map exactly, and some hundred times as fast
+    # for whole pixels a crop equals the affine map, and is about a hundred times faster
     return view.crop((right, down, right + view.width, down + view.height))
 
 
-# what moves in from outside is black
+# pixels from outside the image are black
 OPERATIONS: dict[str, Callable[[Image.Image, float], Image.Image]] = {
     "autocontrast": lambda view, _: ImageOps.autocontrast(view),
     "equalize": lambda view, _: ImageOps.equalize(view),
@@ -81,9 +81,9 @@ OPERATIONS: dict[str, Callable[[Image.Image, float], Image.Image]] = {
 
 
 def _augmix(view: Image.Image, mixes: Mixes, row: int) -> Tensor:
-    """The view mixed as a row of `mixes` says, in [0, 1] and not rounded to bytes: (3, size, size).
+    """The view mixed by a row of `mixes`, in [0, 1] and not rounded to bytes: (3, size, size).
 
-    The weights sum to 1, so normalising the mixture, once, is the same as mixing what is normalised.
+    The weights sum to 1, so normalising the mixture once is the same as mixing normalised views.
     """
     keep = mixes.keep[row].item()
     mixed = np.multiply(np.asarray(view), keep, dtype=np.float32)  # (size, size, 3), from 0 to 255
@@ -98,15 +98,15 @@ def _augmix(view: Image.Image, mixes: Mixes, row: int) -> Tensor:
 
 
 def _crop(image: Image.Image, box: Sequence[int], size: int) -> Image.Image:
-    """One random resized crop, bilinear whatever the model's own filter is, as torchvision's default."""
+    """One random resized crop; always bilinear, torchvision's default, whatever filter the model uses."""
     top, left, height, width, flip = box
-    # not `resize(box=...)`: its filter would reach for pixels outside the box
-    view = cut(image, (left, top, left + width, top + height)).resize((size, size), FILTERS["bilinear"])
+    # not `resize(box=...)`: its filter would read pixels outside the box
+    view = crop_box(image, (left, top, left + width, top + height)).resize((size, size), FILTERS["bilinear"])
     return view.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if flip else view
 
 
 def _centre(image: Image.Image, preprocess: Preprocess) -> Image.Image:
-    """The resized image's central square, of `size` pixels a side; black where the image does not reach."""
+    """The resized image's central square, of `size` pixels a side; black outside the image."""
     size, resize, filter = preprocess.size, preprocess.resize, FILTERS[preprocess.interpolation]
     width, height = image.size
     if preprocess.mode == "squash":
@@ -116,7 +116,7 @@ def _centre(image: Image.Image, preprocess: Preprocess) -> Image.Image:
         width, height = int(resize * width / short), int(resize * height / short)
     left, top = _margin(width, size), _margin(height, size)
     if max(width, height) > LONGEST * max(size, resize):
-        # a strip of 1 x 10,000 pixels would become one of 224 x 2,240,000: compute only what is kept
+        # a strip of 1 x 10,000 pixels would become one of 224 x 2,240,000: compute only the kept part
         across, down = image.width / width, image.height / height
         keep = (max(left, 0), max(top, 0), min(left + size, width), min(top + size, height))
         box = (keep[0] * across, keep[1] * down, keep[2] * across, keep[3] * down)
@@ -128,7 +128,7 @@ def _centre(image: Image.Image, preprocess: Preprocess) -> Image.Image:
 
 
 def _margin(length: int, size: int) -> int:
-    """Where a crop of `size` starts; negative where it is padded. The two roundings are torchvision's."""
+    """The start of a crop of `size`; negative where it is padded. The two roundings are torchvision's."""
     return round((length - size) / 2) if length >= size else -((size - length) // 2)
 
 
@@ -136,7 +136,7 @@ def _checked(image: Image.Image) -> Image.Image:
     """The image in RGB."""
     if not isinstance(image, Image.Image):
         raise InputError(f"Expected a Pillow image, as from read_image; got {type(image).__name__}.")
-    return seen(image)
+    return checked_rgb(image)
 
 
 def _unit(image: Image.Image) -> Tensor:
@@ -145,6 +145,6 @@ def _unit(image: Image.Image) -> Tensor:
 
 
 def _normalise(pixels: Tensor, preprocess: Preprocess) -> Tensor:
-    """(..., 3, H, W) less its mean over its deviation, in place."""
+    """(..., 3, H, W) normalised by mean and standard deviation, in place."""
     mean, std = pixels.new_tensor(preprocess.mean), pixels.new_tensor(preprocess.std)
     return pixels.sub_(mean[:, None, None]).div_(std[:, None, None])

@@ -1,1 +1,1 @@
-"""Text: from class names to prototypes, and prompts that can be tuned."""
+"""Text: from class names to prototypes, and tunable prompts."""

@@ -1,13 +1,13 @@
 """CoOp: learned prompts (Zhou et al., "Learning to Prompt for Vision-Language Models", IJCV 2022).
 
-The words before a class name become free vectors, trained on a few labelled images per class through the frozen
-text tower; images are encoded once. A learned prompt is a small file: `--prompts coop:FILE` gives it to any method.
+The words before a class name become learnable vectors, trained on a few labelled images per class through the frozen
+text tower; images are encoded once. A learned prompt is a small file: `--prompts coop:FILE` uses it in any method.
 
-Where we depart from the released code:
-- Each image has a pool of encoded views, and every epoch draws one of them, where the released code makes a fresh
-  crop; the image encoder then runs once, not once an epoch.
+Departures from the released code:
+- Each image has a pool of encoded views, and every epoch draws one of them; the released code makes a new crop. So the
+  image encoder runs once, not once per epoch.
 - Tokens are float32 throughout; the released code's prototypes are half precision.
-- Prototypes are unit rows everywhere. DPE's released CoOp path leaves them at CLIP's own length, which makes its text
+- Prototypes are unit rows everywhere. DPE's released CoOp path keeps CLIP's unnormalised length, which makes its text
   residual relatively smaller; ours does not.
 """
 
@@ -37,18 +37,18 @@ from testtime.types import Context, Encoder, FeatureError, InputError, MissingPa
 
 FORMAT = "testtime.prompt"
 VERSION = "1"
-DEVIATION = 0.02  # of random tokens, about that of CLIP's own
+DEVIATION = 0.02  # standard deviation of random tokens, about that of CLIP's own
 LAYOUT = "a torch file whose 'state_dict' holds 'ctx', or a file written by 'testtime train-prompts'"
-# beside the weights, published files hold the optimiser, its schedule and a score: read as nothing at all
-BYSTANDERS = ("torch.optim.", "numpy.", "dassl.")
+# published files also hold the optimiser, its schedule and a score, which are ignored
+IGNORED = ("torch.optim.", "numpy.", "dassl.")
 
-# what a random number is for: no two purposes share a stream
+# purposes of random numbers: no two share a stream
 START, ORDER, VIEW, SHOTS = range(4)
 
 
 @dataclass(frozen=True)
 class CoOpSettings:
-    """How a prompt is learned; defaults are the released ones of 16 shots (`*_ep50`). The class name comes last.
+    """How a prompt is learned; defaults are those released for 16 shots (`*_ep50`). The class name comes last.
 
     >>> [round(CoOpSettings().rate(epoch), 6) for epoch in (0, 1, 26, 49)]
     [1e-05, 0.002, 0.001, 8e-06]
@@ -56,17 +56,17 @@ class CoOpSettings:
 
     name: ClassVar[str] = "coop"
 
-    shots: int = 16  # images of each class
+    shots: int = 16  # images per class
     epochs: int = 50
     lr: float = 0.002
     momentum: float = 0.9
     weight_decay: float = 5e-4
     warmup_epochs: int = 1
-    warmup_lr: float = 1e-5  # constant while warming up, so that the first steps break nothing
+    warmup_lr: float = 1e-5  # constant during warm-up, so that the first steps do no damage
     batch: int = 32
     n_ctx: int = 4  # tokens before the class name
-    class_specific: bool = False  # every class has tokens of its own
-    init: str = "random"  # or words, of n_ctx tokens, to start from
+    class_specific: bool = False  # every class has its own tokens
+    init: str = "random"  # or initial words, of n_ctx tokens
     seed: int = 1
 
     def __post_init__(self) -> None:
@@ -87,8 +87,7 @@ class CoOpSettings:
     def rate(self, epoch: int) -> float:
         """The learning rate of an epoch, counted from 0: constant, then a cosine.
 
-        As in Dassl, the cosine starts after the warm-up and is as long as the whole training, so that its end is not
-        quite reached.
+        As in Dassl, the cosine starts after the warm-up but is as long as the whole training, so it ends early.
         """
         if epoch < self.warmup_epochs:
             return self.warmup_lr
@@ -96,7 +95,7 @@ class CoOpSettings:
 
 
 class Prompt(NamedTuple):
-    """Learned tokens, and what the file says of them; a published file says nothing."""
+    """Learned tokens and their metadata; a published file has none."""
 
     tokens: Tensor  # (n, width), or (C, n, width) where every class has its own
     classnames: tuple[str, ...] | None = None
@@ -106,12 +105,12 @@ class Prompt(NamedTuple):
 
     @property
     def class_specific(self) -> bool:
-        """Whether every class has tokens of its own."""
+        """Whether every class has its own tokens."""
         return self.tokens.ndim == 3
 
 
 class Progress(NamedTuple):
-    """One epoch of training, over the images as they came."""
+    """One epoch of training, averaged over its batches."""
 
     epoch: int  # epochs done
     loss: float  # mean cross-entropy in nats
@@ -136,9 +135,9 @@ def few_shot(labels: Tensor | Sequence[int], shots: int, seed: int) -> Tensor:
     labels = torch.as_tensor(labels)
     chosen = []
     for label in labels.unique().tolist():
-        places = (labels == label).nonzero().squeeze(1)
-        order = np.argsort(_random(seed, SHOTS, label, len(places)), kind="stable")
-        chosen.append(places[torch.from_numpy(order[:shots])])
+        indices = (labels == label).nonzero().squeeze(1)
+        order = np.argsort(_random(seed, SHOTS, label, len(indices)), kind="stable")
+        chosen.append(indices[torch.from_numpy(order[:shots])])
     return torch.cat(chosen).sort().values if chosen else labels.new_zeros(0, dtype=torch.int64)
 
 
@@ -154,20 +153,20 @@ def train(
 ) -> Tensor:
     """Learned tokens (n, width), or (C, n, width) if class-specific, for a task with a `context`.
 
-    `features` are those of the training images, (N, D), or (N, V, D) for V views of each. What happens in an epoch
-    depends on (seed, epoch) alone. With `checkpoint`, the prompt is written there after every epoch, atomically;
-    with `resume` too, training goes on from that file, if it is there, to the weights that an uninterrupted run
-    gives, bit for bit on the same machine.
+    `features` are those of the training images, (N, D), or (N, V, D) for V views of each. The random draws of an epoch
+    depend on (seed, epoch) alone. With `checkpoint`, the prompt is written there after every epoch, atomically; with
+    `resume` too, training resumes from that file if it exists, and ends with the weights of an uninterrupted run, bit
+    for bit on the same machine.
     """
     settings = settings or CoOpSettings()
     context = _context(task)
     views = unit_views(features[:, None] if features.ndim == 2 else features, task.text)
     labels = _labels(labels, len(views), task.classes).to(views.device)
-    metadata = _described(task.classnames, task.encoder, settings) | {"labels": _digest(labels)}
-    centre = views.mean(dim=(0, 1))  # tells one set of images from another, though encoding may differ in the last bits
+    metadata = _metadata(task.classnames, task.encoder, settings) | {"labels": _digest(labels)}
+    centre = views.mean(dim=(0, 1))  # identifies the set of images, though encoding may differ in the last bits
     state = _start(context, task.classes, settings)
     if resume and checkpoint is not None and Path(checkpoint).exists():
-        state = _resumed(Path(checkpoint), task, settings, state, metadata["labels"], centre)
+        state = _load_state(Path(checkpoint), task, settings, state, metadata["labels"], centre)
     while state.epoch < settings.epochs:
         state, loss, accuracy = _epoch(context, state, views, labels, task.scale, settings)
         if not math.isfinite(loss):
@@ -199,7 +198,7 @@ def _start(context: Context, classes: int, settings: CoOpSettings) -> _State:
         shape = (classes, *shape) if settings.class_specific else shape
         count = math.prod(shape)
         uniform = _random(settings.seed, START, 0, 2 * count)
-        # Box and Muller's way from two uniforms to a normal, since numpy may change its own
+        # the Box-Muller transform, since numpy may change its own normal distribution
         normal = np.sqrt(-2 * np.log1p(-uniform[:count])) * np.cos(2 * np.pi * uniform[count:])
         tokens = torch.from_numpy(DEVIATION * normal).float().reshape(shape)
     tokens = tokens.contiguous().clone().to(words.device)
@@ -209,33 +208,33 @@ def _start(context: Context, classes: int, settings: CoOpSettings) -> _State:
 def _epoch(
     context: Context, state: _State, views: Tensor, labels: Tensor, scale: float, settings: CoOpSettings
 ) -> tuple[_State, float, float]:
-    """The state after one more epoch, with the mean loss and accuracy along it."""
+    """The state after one more epoch, with its mean loss and accuracy."""
     tokens, momentum, epoch = state
     count = len(labels)
     order = torch.from_numpy(np.argsort(_random(settings.seed, ORDER, epoch, count), kind="stable"))
     view = torch.from_numpy((_random(settings.seed, VIEW, epoch, count) * views.shape[1]).astype(np.int64))
     images = views[torch.arange(count), view]  # (N, D)
     rate = settings.rate(epoch)
-    # an incomplete last batch is left out, as in Dassl, unless there is no other
+    # an incomplete last batch is dropped, as in Dassl, unless it is the only one
     batches = [batch for batch in order.split(settings.batch) if len(batch) == min(settings.batch, count)]
     losses, right = [], 0
     for batch in batches:
         with torch.inference_mode(False), torch.enable_grad():
-            moving = tokens.clone().requires_grad_()
-            logits = scale * (images[batch] @ prototypes(context, moving).to(images).T)
+            leaf = tokens.clone().requires_grad_()
+            logits = scale * (images[batch] @ prototypes(context, leaf).to(images).T)
             loss = F.cross_entropy(logits, labels[batch])
-            (grad,) = torch.autograd.grad(loss, moving)
-        # SGD, decay as part of the gradient
+            (grad,) = torch.autograd.grad(loss, leaf)
+        # SGD with weight decay in the gradient
         momentum = settings.momentum * momentum + (grad + settings.weight_decay * tokens)
         tokens = tokens - rate * momentum
         losses.append(float(loss.detach()))
         right += int((logits.detach().argmax(1) == labels[batch]).sum())
-    seen = sum(map(len, batches))
-    return _State(tokens, momentum, epoch + 1), math.fsum(losses) / len(losses), right / seen
+    count_trained = sum(map(len, batches))
+    return _State(tokens, momentum, epoch + 1), math.fsum(losses) / len(losses), right / count_trained
 
 
 def _random(seed: int, purpose: int, which: int, count: int) -> np.ndarray:
-    """`count` uniform numbers in [0, 1) that depend on the seed, what they are for and which time it is."""
+    """`count` uniform numbers in [0, 1) that depend on the seed, their purpose and its counter `which`."""
     # only `random` is drawn: its stream has never changed in numpy
     key = np.array([seed, purpose], dtype=np.uint64)
     counter = np.array([0, 0, 0, which], dtype=np.uint64)
@@ -245,7 +244,7 @@ def _random(seed: int, purpose: int, which: int, count: int) -> np.ndarray:
 def _context(task: Task) -> Context:
     if task.context is None:
         raise MissingPart(
-            f"Encoder '{task.encoder}' offers no way from prompt tokens to prototypes, which CoOp learns through."
+            f"Encoder '{task.encoder}' has no differentiable text tower, which CoOp needs to learn prompt tokens."
         )
     return task.context
 
@@ -269,17 +268,17 @@ def _digest(labels: Tensor) -> str:
 def pick_images(
     labels: Sequence[int | None], classnames: Sequence[str], settings: CoOpSettings
 ) -> tuple[list[int], list[int]]:
-    """Places and labels of the images to train on, `shots` of every class; images without a label are left out."""
-    places = [i for i, label in enumerate(labels) if label is not None]
+    """Indices and labels of the images to train on, `shots` per class; images without a label are left out."""
+    indices = [i for i, label in enumerate(labels) if label is not None]
     known = [label for label in labels if label is not None]
-    if bare := sorted(set(range(len(classnames))) - set(known)):
-        more = f" and {len(bare) - 3} more" if len(bare) > 3 else ""
+    if empty := sorted(set(range(len(classnames))) - set(known)):
+        more = f" and {len(empty) - 3} more" if len(empty) > 3 else ""
         raise InputError(
-            f"No training images of {', '.join(repr(classnames[i]) for i in bare[:3])}{more}; "
-            "images belong in folders named after their class, or in a split."
+            f"No training images of {', '.join(repr(classnames[i]) for i in empty[:3])}{more}; "
+            "put images in folders named after their class, or give a split."
         )
     chosen = few_shot(known, settings.shots, settings.seed).tolist()
-    return [places[i] for i in chosen], [known[i] for i in chosen]
+    return [indices[i] for i in chosen], [known[i] for i in chosen]
 
 
 # Files
@@ -295,15 +294,15 @@ def save_prompt(
 ) -> Path:
     """Write a learned prompt, atomically."""
     settings = settings or CoOpSettings(n_ctx=tokens.shape[-2], class_specific=tokens.ndim == 3)
-    metadata = _described(classnames, encoder, settings) | {"epoch": str(settings.epochs)}
+    metadata = _metadata(classnames, encoder, settings) | {"epoch": str(settings.epochs)}
     return files.write_tensors(path, {"ctx": _check_tokens(tokens, path)}, metadata)
 
 
 def load_prompt(path: str | Path) -> Prompt:
-    """A learned prompt: a file of ours, or one in the layout that CoOp's authors published.
+    """A learned prompt: a file of ours, or one in the layout published by CoOp's authors.
 
-    Theirs is a torch file whose `state_dict` holds `ctx`, (4, width) or (C, 4, width), maybe after "prompt_learner.".
-    No code in a file is run.
+    Theirs is a torch file whose `state_dict` holds `ctx`, (4, width) or (C, 4, width), maybe with the prefix
+    "prompt_learner.". No code in a file is run.
     """
     path = Path(path)
     if path.is_dir():
@@ -311,11 +310,11 @@ def load_prompt(path: str | Path) -> Prompt:
     if not path.is_file():
         raise MissingPart(f"No prompt file {path}. 'testtime train-prompts' makes one.")
     if path.suffix == ".safetensors" or _is_safetensors(path):
-        return _read_ours(path)
+        return _read_safetensors(path)
     return Prompt(_find_tokens(_read_torch(path), path))
 
 
-def _described(classnames: Sequence[str], encoder: str, settings: CoOpSettings) -> dict[str, str]:
+def _metadata(classnames: Sequence[str], encoder: str, settings: CoOpSettings) -> dict[str, str]:
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -332,7 +331,7 @@ def _write(path: str | Path, state: _State, metadata: Mapping[str, str], centre:
     return files.write_tensors(path, tensors, dict(metadata) | {"epoch": str(state.epoch)})
 
 
-def _read_ours(path: Path) -> Prompt:
+def _read_safetensors(path: Path) -> Prompt:
     file = files.open_tensors(path)
     metadata = dict(file.metadata() or {})
     tensors = {name: file.get_tensor(name) for name in file.keys() if name.rpartition(".")[2] == "ctx"}
@@ -352,41 +351,41 @@ def _read_ours(path: Path) -> Prompt:
 
 
 def check_checkpoint(path: str | Path, classnames: Sequence[str], encoder: str, settings: CoOpSettings) -> Prompt:
-    """The prompt in a checkpoint of training, if it is of these classes, this encoder and these settings."""
+    """The prompt in a training checkpoint; refused if its classes, encoder or settings differ from these."""
     prompt = load_prompt(path)
     if prompt.settings is None or not {"momentum", "centre"} <= set(files.open_tensors(path).keys()):
-        raise InputError(f"{path} is not a checkpoint of training; give another --out, or leave out --resume.")
+        raise InputError(f"{path} is not a training checkpoint; give another --out, or leave out --resume.")
     for key, value in asdict(settings).items():
         if prompt.settings.get(key) != value:
             was = prompt.settings.get(key)
             raise InputError(f"{path} was trained with {key}={was}, not {value}; a resumed run keeps its settings.")
-    _same(path, {"classnames": prompt.classnames == tuple(classnames), "encoder": prompt.encoder == encoder})
+    _check_same(path, {"classnames": prompt.classnames == tuple(classnames), "encoder": prompt.encoder == encoder})
     return prompt
 
 
-def _resumed(path: Path, task: Task, settings: CoOpSettings, fresh: _State, labels: str, centre: Tensor) -> _State:
-    """The state in a checkpoint, if it is of the same training."""
+def _load_state(path: Path, task: Task, settings: CoOpSettings, fresh: _State, labels: str, centre: Tensor) -> _State:
+    """The state in a checkpoint; refused if it is from another training run."""
     prompt = check_checkpoint(path, task.classnames, task.encoder, settings)
     file = files.open_tensors(path)
     before, momentum = file.get_tensor("centre").to(centre), file.get_tensor("momentum")
-    near = before.shape == centre.shape and bool((before - centre).norm() < 1e-3 * centre.norm())
-    _same(path, {"labels": file.metadata().get("labels") == labels, "images": near})
+    same_images = before.shape == centre.shape and bool((before - centre).norm() < 1e-3 * centre.norm())
+    _check_same(path, {"labels": file.metadata().get("labels") == labels, "images": same_images})
     if not prompt.tokens.shape == momentum.shape == fresh.tokens.shape:
         raise InputError(f"{path}: tokens are {tuple(prompt.tokens.shape)}, not {tuple(fresh.tokens.shape)}.")
     device = fresh.tokens.device
     return _State(prompt.tokens.to(device), momentum.to(device), prompt.epoch or 0)
 
 
-def _same(path: str | Path, equal: Mapping[str, bool]) -> None:
+def _check_same(path: str | Path, equal: Mapping[str, bool]) -> None:
     for what, is_equal in equal.items():
         if not is_equal:
             raise InputError(f"{path} was trained with other {what}; resume it with the same, or give another --out.")
 
 
-class _Nothing:
-    """Stands where a file names a class that a prompt has no use for; whatever it is given is dropped."""
+class _Ignored:
+    """Placeholder for classes in a file that a prompt does not need; drops its arguments."""
 
-    def __new__(cls, *given: object, **more: object) -> _Nothing:
+    def __new__(cls, *given: object, **more: object) -> _Ignored:
         return super().__new__(cls)
 
     def __init__(self, *given: object, **more: object) -> None: ...
@@ -399,14 +398,14 @@ def _plain_dict(*given: object) -> dict[object, object]:
 
 
 def _read_torch(path: Path) -> Mapping[object, object]:
-    """The named tensors of a torch file. Nothing but tensors and plain containers is made from it."""
-    damaged = f"'{path}' is no prompt; a prompt is {LAYOUT}."
+    """The named tensors of a torch file. Only tensors and plain containers are created from it."""
+    damaged = f"'{path}' is not a prompt; a prompt is {LAYOUT}."
     try:
         check_names(path)
         named = torch.serialization.get_unsafe_globals_in_checkpoint(path) if zipfile.is_zipfile(path) else []
-        bystanders = [(_Nothing, name) for name in named if name.startswith(BYSTANDERS)]
-        # the last two: what an optimiser keeps its state in
-        with torch.serialization.safe_globals([*bystanders, dict, (_plain_dict, "collections.defaultdict")]):
+        ignored = [(_Ignored, name) for name in named if name.startswith(IGNORED)]
+        # the last two: containers of an optimiser's state
+        with torch.serialization.safe_globals([*ignored, dict, (_plain_dict, "collections.defaultdict")]):
             found = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         raise InputError(f"{damaged} It may hold more than tensors; code in a file is never run.") from None
@@ -420,7 +419,7 @@ def _read_torch(path: Path) -> Mapping[object, object]:
 
 
 def _find_tokens(tensors: Mapping[object, object], path: Path) -> Tensor:
-    """The tensor that is named "ctx", whatever stands before that."""
+    """The tensor named "ctx", with any prefix."""
     ours = (value for name, value in tensors.items() if str(name).rpartition(".")[2] == "ctx")
     found = [value for value in ours if isinstance(value, Tensor)]
     if len(found) != 1:
@@ -441,35 +440,35 @@ def _is_safetensors(path: Path) -> bool:
     try:
         with safe_open(path, framework="pt"):
             return True
-    except Exception:  # whatever it is, the next reader says what is wrong with it
+    except Exception:  # the next reader reports what is wrong with it
         return False
 
 
-# From a file to a task
+# Using a prompt file
 
 
 def blank_words(count: int) -> str:
-    """Words of `count` tokens, to hold the place of learned ones."""
+    """Placeholder words of `count` tokens, to be replaced by learned ones."""
     return " ".join(["X"] * count)
 
 
 def apply_prompt(encoder: Encoder, classnames: Sequence[str], path: str | Path) -> tuple[Tensor, Context | None]:
-    """Prototypes (C, D) of classes under a learned prompt, and the context that starts there.
+    """Prototypes (C, D) of classes with a learned prompt, and the context that starts from it.
 
-    A class-specific prompt has no one start, so it comes without a context: it classifies, and is not tuned further.
+    A class-specific prompt has no single start, so it has no context: it classifies, but cannot be tuned further.
     """
     from testtime.text.contexts import build_context  # loads the encoders' libraries
 
     prompt = load_prompt(path)
     if prompt.encoder and prompt.encoder != encoder.name:
         raise InputError(f"{path} was learned with encoder '{prompt.encoder}', not '{encoder.name}'; use that one.")
-    tokens = _for_classes(prompt, classnames, path)
+    tokens = _tokens_for(prompt, classnames, path)
     context = build_context(encoder, classnames, words=blank_words(tokens.shape[-2]))
     width = context.start.shape[-1]
     if tokens.shape[-1] != width:
         raise InputError(
             f"{path} has tokens of width {tokens.shape[-1]}, the text tower of '{encoder.name}' of {width}; "
-            "a prompt belongs to the encoder that it was learned with."
+            "a prompt only fits the encoder it was learned with."
         )
     tokens = tokens.to(context.start.device)
     with torch.no_grad():
@@ -477,21 +476,21 @@ def apply_prompt(encoder: Encoder, classnames: Sequence[str], path: str | Path) 
     return text.detach(), None if prompt.class_specific else context.starting_from(tokens)
 
 
-def _for_classes(prompt: Prompt, classnames: Sequence[str], path: str | Path) -> Tensor:
-    """The tokens for these classes: all of them, or, if every class has its own, the ones of that name."""
+def _tokens_for(prompt: Prompt, classnames: Sequence[str], path: str | Path) -> Tensor:
+    """The tokens for these classes: all, or if every class has its own, those of the same name."""
     if not prompt.class_specific:
         return prompt.tokens
     if prompt.classnames is None:
         if len(prompt.tokens) != len(classnames):
             raise InputError(
                 f"{path} has tokens for each of {len(prompt.tokens)} classes, this task has {len(classnames)}; "
-                "class-specific prompts fit only the classes that they were learned for."
+                "class-specific prompts only fit the classes they were learned for."
             )
         return prompt.tokens
-    places = {name: i for i, name in enumerate(prompt.classnames)}
-    if missing := [name for name in classnames if name not in places]:
+    indices = {name: i for i, name in enumerate(prompt.classnames)}
+    if missing := [name for name in classnames if name not in indices]:
         raise InputError(
-            f"{path} has tokens for each of {len(places)} classes, and '{missing[0]}' is not among them; "
-            "class-specific prompts fit only the classes that they were learned for."
+            f"{path} has tokens for each of {len(indices)} classes, and '{missing[0]}' is not among them; "
+            "class-specific prompts only fit the classes they were learned for."
         )
-    return prompt.tokens[[places[name] for name in classnames]]
+    return prompt.tokens[[indices[name] for name in classnames]]

@@ -1,4 +1,4 @@
-"""From class names to a task: names x templates beside CuPL descriptions, ensembled; or a learned prompt."""
+"""From class names to a task: an ensemble of prompt templates and CuPL descriptions, or a learned prompt."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def build_task(
 ) -> Task:
     """The task of telling `classnames` apart, with text prototypes from the encoder.
 
-    `templates` are sentences with `{}` for the class, or names of sets of them, which `testtime list prompts` lists
-    ("single" if left out); `()` for none. `descriptions` are sentences by class, or a JSON file of them. A prototype is
-    the unit mean of all the class's unit text features, templates and sentences alike. In names, `_` reads as a space.
-    `context`, for prompt tuning, attaches the encoder's text tower behind tunable words: True for those of
-    "a photo of a", or the words themselves. `prompts`, "coop:FILE", takes learned prompt tokens in place of
-    templates, and the context then starts from them.
+    `templates` are sentences with `{}` for the class, or names of template sets, see `testtime list prompts`
+    ("single" by default); `()` for none. `descriptions` are sentences by class, or a JSON file of them. A prototype is
+    the unit mean of all the class's unit text features, templates and sentences alike. In names, `_` is read as a
+    space. `context`, for prompt tuning, attaches the encoder's text tower with tunable words: True for
+    "a photo of a", or the words themselves. `prompts`, "coop:FILE", uses learned prompt tokens instead of templates,
+    and the context then starts from them.
 
     >>> from testtime import load_encoder
     >>> task = build_task(load_encoder("tiny"), ["cat", "grand_piano"], templates="imagenet7")
@@ -45,16 +45,16 @@ def build_task(
     names = check_classes(classnames, allow_duplicates)
     if prompts is not None:
         if templates is not None or descriptions is not None:
-            raise InputError(f"Prompts '{prompts}' are learned ones; leave out templates and descriptions, or them.")
+            raise InputError(f"Prompts '{prompts}' are learned; leave out templates and descriptions, or the prompts.")
         return _learned_task(encoder, names, prompts, dtype)
     patterns = find_templates("single" if templates is None else templates)
-    sentences = [()] * len(names) if descriptions is None else _sentences(names, _described(descriptions))
+    sentences = [()] * len(names) if descriptions is None else _sentences(names, _checked_descriptions(descriptions))
     texts = [
         [*(pattern.replace("{}", name) for pattern in patterns), *more]
         for name, more in zip(names, sentences, strict=True)
     ]
     if any(not group for group in texts):
-        raise InputError("No templates and no descriptions: nothing describes the classes. Give either.")
+        raise InputError("No templates and no descriptions: nothing describes the classes. Give one of them.")
 
     # all in one call, so that the encoder's batches are full; float64 sums do not depend on their order
     features = encoder.encode_texts([text for group in texts for text in group])
@@ -82,14 +82,14 @@ def _context(encoder: Encoder, names: Sequence[str], context: bool | str) -> Con
 
 
 def find_templates(templates: str | Sequence[str]) -> tuple[str, ...]:
-    """The templates given, one or several, those of named sets in place of a set's name; each is checked for its `{}`.
+    """The given templates, one or several, with names of sets expanded; each must have a `{}`.
 
     >>> find_templates(["eurosat", "a {} from above."])
     ('a centered satellite photo of {}.', 'a {} from above.')
     """
     found: list[str] = []
     for given in (templates,) if isinstance(templates, str) else templates:
-        if isinstance(given, str) and "{}" not in given and " " not in given:  # no template, but the name of a set
+        if isinstance(given, str) and "{}" not in given and " " not in given:  # the name of a set
             prompts = PROMPTS.find(given)
             found += prompts() if callable(prompts) else prompts
         else:
@@ -119,16 +119,16 @@ def parse_classes(text: str) -> list[str]:
 
 
 def read_classes_file(path: str | os.PathLike[str]) -> list[str]:
-    """Class names from a text file, one a line; blank lines and lines that start with # are skipped."""
+    """Class names from a text file, one per line; blank lines and lines that start with # are skipped."""
     lines = (line.strip() for line in _read(path, "class names").splitlines())
     names = [line for line in lines if line and not line.startswith("#")]
     if not names:
-        raise InputError(f"'{path}' holds no class names; write one a line.")
+        raise InputError(f"'{path}' holds no class names; write one per line.")
     return names
 
 
 def read_classes(text_or_path: str | os.PathLike[str]) -> list[str]:
-    """Class names from a file, if there is one of that name, else from "a, b, c"."""
+    """Class names from a file, if it exists, else from "a, b, c"."""
     if isinstance(text_or_path, os.PathLike) or os.path.isfile(text_or_path):
         return read_classes_file(text_or_path)
     if "," not in text_or_path:
@@ -138,7 +138,7 @@ def read_classes(text_or_path: str | os.PathLike[str]) -> list[str]:
 
 def _read(path: str | os.PathLike[str], what: str) -> str:
     try:
-        return read_bytes(path, piped=True).decode("utf-8-sig")  # some editors put a mark before the first line
+        return read_bytes(path, piped=True).decode("utf-8-sig")  # some editors write a byte order mark
     except UnicodeDecodeError:
         raise InputError(f"'{path}' is not UTF-8 text.") from None
     except OSError as problem:
@@ -146,38 +146,38 @@ def _read(path: str | os.PathLike[str], what: str) -> str:
 
 
 def check_classes(classnames: Sequence[str], allow_duplicates: bool = False) -> tuple[str, ...]:
-    """The names as they are used, `_` read as a space; too few, empty or repeated ones are refused."""
+    """The names with `_` read as a space; too few, empty or repeated names are refused."""
     if isinstance(classnames, str):
         raise InputError(f"Expected a list of class names; got the string {classnames!r}. See parse_classes.")
-    wrong = [name for name in classnames if not isinstance(name, str)]
-    if wrong:
-        raise InputError(f"Class names must be text; got {wrong[0]!r}.")
+    not_text = [name for name in classnames if not isinstance(name, str)]
+    if not_text:
+        raise InputError(f"Class names must be text; got {not_text[0]!r}.")
     names = tuple(" ".join(name.replace("_", " ").split()) for name in classnames)
     _check_text(names, "Class name")
     if empty := [i for i, name in enumerate(names) if not name]:
         raise InputError(f"Class name {empty[0] + 1} of {len(names)} is empty.")
     if len(names) < 2:
-        raise InputError(f"Give two classes or more to tell apart; got {_some(names) or 'none'}.")
-    twice = [name for name, count in Counter(names).items() if count > 1]
-    if twice and not allow_duplicates:
+        raise InputError(f"Give two classes or more; got {_listed(names) or 'none'}.")
+    repeated = [name for name, count in Counter(names).items() if count > 1]
+    if repeated and not allow_duplicates:
         raise InputError(
-            f"Class names given more than once: {_some(twice)}. They would share one prototype; rename them "
-            "(in Python, allow_duplicates=True lets them be)."
+            f"Class names given more than once: {_listed(repeated)}. They would share one prototype; rename them "
+            "(in Python, allow_duplicates=True keeps them)."
         )
     return names
 
 
 def _check_text(texts: Sequence[str], what: str) -> None:
-    """Refuse what no encoder can read: halves of characters, as bytes that are not UTF-8 come through."""
+    """Refuse text that no encoder can read: lone surrogates, from bytes that are not UTF-8."""
     for text in texts:
         try:
             text.encode()
         except UnicodeEncodeError:
-            raise InputError(f"{what} {ascii(text)} is not UTF-8 text; write it anew.") from None
+            raise InputError(f"{what} {ascii(text)} is not UTF-8 text; write it again.") from None
 
 
-def _described(descriptions: Descriptions | str | os.PathLike[str]) -> dict[str, Sequence[str]]:
-    """Sentences by class name as we compare names, checked."""
+def _checked_descriptions(descriptions: Descriptions | str | os.PathLike[str]) -> dict[str, Sequence[str]]:
+    """Checked sentences by folded class name."""
     found = descriptions if isinstance(descriptions, Mapping) else read_descriptions(descriptions)
     for name, sentences in found.items():
         if isinstance(sentences, str) or not isinstance(sentences, Sequence):
@@ -190,15 +190,15 @@ def _described(descriptions: Descriptions | str | os.PathLike[str]) -> dict[str,
 
 def _sentences(names: Sequence[str], described: Mapping[str, Sequence[str]]) -> list[Sequence[str]]:
     if missing := [name for name in names if folded_name(name) not in described]:
-        near = get_close_matches(folded_name(missing[0]), described, n=1)
-        hint = f" For '{missing[0]}', did you mean '{near[0]}'?" if near else ""
+        closest = get_close_matches(folded_name(missing[0]), described, n=1)
+        hint = f" For '{missing[0]}', did you mean '{closest[0]}'?" if closest else ""
         raise InputError(
-            f"{len(missing)} of {len(names)} classes lack descriptions: {_some(missing)}.{hint} Each needs some; else "
-            "do without --descriptions."
+            f"{len(missing)} of {len(names)} classes lack descriptions: {_listed(missing)}.{hint} Describe every "
+            "class, or leave out --descriptions."
         )
     return [described[folded_name(name)] for name in names]
 
 
-def _some(names: Sequence[str], most: int = 8) -> str:
+def _listed(names: Sequence[str], most: int = 8) -> str:
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(f"'{name}'" for name in names[:most]) + more

@@ -1,4 +1,4 @@
-"""Prompt templates by the name of their set; `{}` stands for the class."""
+"""Sets of prompt templates by name; `{}` stands for the class."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ TEMPLATES: dict[str, tuple[str, ...]] = {
         "a photo of a small {}.",
         "a tattoo of the {}.",
     ),
-    # of one dataset each, as the released code of DPE has them
+    # for one dataset each, from the released code of DPE
     "dtd": ("{} texture.",),
     "eurosat": ("a centered satellite photo of {}.",),
     "fgvc-aircraft": ("a photo of a {}, a type of aircraft.",),
@@ -115,7 +115,7 @@ TEMPLATES: dict[str, tuple[str, ...]] = {
     "ucf101": ("a photo of a person doing {}.",),
 }
 
-# a plug-in's is a sequence of templates, or a function that returns one
+# a plug-in provides a sequence of templates, or a function that returns one
 PROMPTS: Kind[Sequence[str] | Callable[[], Sequence[str]]] = Kind(
     "prompt set", "testtime.prompts", {name: Entry(templates) for name, templates in TEMPLATES.items()}
 )

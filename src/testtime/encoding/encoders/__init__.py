@@ -1,4 +1,4 @@
-"""Encoders by name: what turns images and texts into unit features. Each is imported when first asked for."""
+"""Encoders by name: from images and texts to unit features. Each is imported on first use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from testtime.machine.devices import find_device
 from testtime.registry import Entry, Kind, unknown
 from testtime.types import Encoder, SettingError
 
-# called with what follows the colon of the name, the device and the precision
+# called with the part of the name after the colon, the device and the dtype
 Factory = Callable[[str, torch.device, torch.dtype], Encoder]
 ENCODERS: Kind[Factory] = Kind(
     "encoder",
@@ -45,10 +45,10 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
 
 
 def load_encoder(name: str, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> Encoder:
-    """The encoder of that name on `device`, computing in `dtype`: if left out, float32, and on a GPU float16.
+    """The encoder of that name on `device`, computing in `dtype`: by default float32, and on a GPU float16.
 
-    Whatever the precision inside, features come back as float32 unit rows. `torch.float8_e4m3fn` is for CLIP's vision
-    transformers on a GPU: bfloat16, with the image tower's large products in 8 bits; faster, and coarser.
+    Whatever the precision inside, features are returned as float32 unit rows. `torch.float8_e4m3fn` is for CLIP's
+    vision transformers on a GPU: bfloat16, with the image tower's large GEMMs in float8; faster, and less precise.
 
     >>> encoder = load_encoder("tiny")
     >>> encoder.encode_texts(["a photo of a cat.", "a photo of a dog."]).shape
@@ -58,10 +58,10 @@ def load_encoder(name: str, device: str | torch.device = "cpu", dtype: torch.dty
     if dtype not in (None, *DTYPES):
         raise SettingError(f"Encoders compute in {', '.join(str(kind)[6:] for kind in DTYPES)}; got {dtype}.")
     where = find_device(device)
-    usual = torch.float16 if where.type == "cuda" else torch.float32
+    default = torch.float16 if where.type == "cuda" else torch.float32
     make = ENCODERS.find(prefix)
     if dtype != torch.float8_e4m3fn:
-        return make(rest, where, dtype or usual)
+        return make(rest, where, dtype or default)
     encoder = make(rest, where, torch.bfloat16)
     if hasattr(encoder, "float8"):
         encoder.float8 = True
@@ -72,9 +72,9 @@ def load_encoder(name: str, device: str | torch.device = "cpu", dtype: torch.dty
 
 
 class Deferred:
-    """An encoder by its name, loaded when something is first asked of it but its name and device.
+    """An encoder by its name, loaded lazily on first use of anything but its name and device.
 
-    `announce` is a context in which it is loaded.
+    `announce` is a context manager entered while it is loaded.
 
     >>> encoder = Deferred("tiny")
     >>> encoder.name, encoder.is_loaded, encoder.dim, encoder.is_loaded
@@ -93,7 +93,7 @@ class Deferred:
 
     @property
     def is_loaded(self) -> bool:
-        """Whether it has been needed."""
+        """Whether it has been loaded."""
         return self._loaded is not None
 
     @property
@@ -114,10 +114,10 @@ def needed(encoder: Encoder) -> Encoder:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """The prefix of a name, checked, and what follows it."""
+    """The checked prefix of a name, and the part after the colon."""
     prefix, _, rest = name.partition(":")
     if ENCODERS.known(prefix) is None:
-        if "/" in prefix:  # a very common slip: the model without its family
+        if "/" in prefix:  # a common mistake: the model without its family
             raise unknown("encoder", name, ENCODERS.names(), meant=f"open_clip:{name}")
         raise unknown("encoder", prefix, ENCODERS.names())
     return prefix, rest

@@ -1,4 +1,4 @@
-"""What encoders share: what they refuse, texts in batches, and unit rows that methods can take gradients around."""
+"""What encoders share: input checks, batching of texts, and unit rows that can take part in autograd."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from testtime.encoding import vit
-from testtime.encoding.compiled import ALIKE, COARSE, faithful
+from testtime.encoding.compiled import ALIKE, COARSE, verified
 from testtime.types import InputError, MissingPart, Preprocess
 
-TEXT_BATCH = 256  # sentences encoded at once
+TEXT_BATCH = 256  # sentences per batch
 
 
 class TwoTowers(ABC):
-    """Unit features of images and texts, by two towers whose features are of any length."""
+    """Unit features of images and texts, from two towers whose features need not be unit length."""
 
     dim: int
     scale: float
-    float8 = False  # whether the image tower's large products are in 8 bits
+    float8 = False  # whether the image tower's large GEMMs are in float8
 
     def __init__(self, name: str, preprocess: Preprocess, device: torch.device, dtype: torch.dtype) -> None:
         self.name, self.preprocess, self.device, self.dtype = name, preprocess, device, dtype
@@ -36,14 +36,14 @@ class TwoTowers(ABC):
     def text_features(self, texts: Sequence[str]) -> Tensor:
         """Features (n, D) of at most TEXT_BATCH sentences."""
 
-    def own_tower(self, kind: type[vit.Tower]) -> Callable[[Tensor], Tensor] | None:
-        """The image tower in a form of ours, a vision transformer of that `kind`; None where there is none."""
+    def fast_tower(self, kind: type[vit.Tower]) -> Callable[[Tensor], Tensor] | None:
+        """Our fast implementation of the image tower, a vision transformer of this `kind`; None if there is none."""
         return None
 
     def image_tower(self) -> Callable[[Tensor], Tensor]:
-        """From normalised pixels to features, as a GPU likes it; see `types.DeviceEncoder`."""
+        """From normalised pixels to features, fast on a GPU; see `types.DeviceEncoder`."""
         kind, least = (vit.Float8, COARSE) if self.float8 else (vit.Tower, ALIKE)
-        return faithful(self.own_tower(kind), self.image_features, self, least)
+        return verified(self.fast_tower(kind), self.image_features, self, least)
 
     def encode_images(self, pixels: Tensor) -> Tensor:
         """Unit features of preprocessed images: (B, 3, H, W) -> (B, D) float32, on the encoder's device."""
@@ -52,7 +52,7 @@ class TwoTowers(ABC):
             return torch.zeros(0, self.dim, device=self.device)
         with torch.inference_mode():
             features = normalize(self.image_features(pixels.to(self.device, self.dtype)).float(), dim=-1)
-        return features.clone()  # out of inference mode, so that methods can take gradients around it
+        return features.clone()  # out of inference mode, so that methods can use it in autograd
 
     def encode_texts(self, texts: Sequence[str]) -> Tensor:
         """Unit features of sentences: n texts -> (n, D) float32, on the encoder's device."""
@@ -67,7 +67,7 @@ class TwoTowers(ABC):
 
 
 def package(encoder: str, name: str) -> ModuleType:
-    """A package that an encoder needs, or how to come by it."""
+    """A package that an encoder needs; if missing, the error says how to install it."""
     try:
         return import_module(name)
     except ImportError:
@@ -77,12 +77,12 @@ def package(encoder: str, name: str) -> ModuleType:
 
 
 def check_pixels(pixels: Tensor) -> None:
-    """Refuse what is not a batch of preprocessed images (B, 3, H, W)."""
+    """Refuse anything but a batch of preprocessed images (B, 3, H, W)."""
     if pixels.ndim != 4 or pixels.shape[1] != 3:
         raise InputError(f"Images must be (B, 3, H, W); got {tuple(pixels.shape)}.")
 
 
 def check_texts(texts: Sequence[str]) -> None:
-    """Refuse a string where a list of them is meant: it would be read letter by letter."""
+    """Refuse a string instead of a list: it would be read letter by letter."""
     if isinstance(texts, str):
         raise InputError(f"Expected a list of texts; got one string. Write [{texts!r}].")

@@ -3,12 +3,12 @@
 A name is `open_clip:MODEL/PRETRAINED`, as in `open_clip:ViT-B-16/openai`. PRETRAINED is one of open_clip's
 tags, or a checkpoint file: `open_clip:ViT-B-16/weights/mine.pt`, `open_clip:ViT-B-16//data/mine.safetensors`
 (an absolute path). Files are open_clip's (a state dict, plain or under "state_dict") or OpenAI's as published
-(a TorchScript archive or its state dict); their tensors have the same names. Nothing in a file is run: neither
-what a pickle names, nor the programs of an archive.
+(a TorchScript archive or its state dict); their tensors have the same names. No code in a file is run: neither
+that of a pickle nor the programs of an archive.
 
-OpenAI trained with QuickGELU. Its tags say so, and so does a file in its published layout, or an
-`open_clip_config.json` beside the file. A file that says nothing is taken as MODEL is; `ViT-B-16-quickgelu`
-has it.
+OpenAI trained with QuickGELU. Its tags imply it, and so does a file in its published layout, or an
+`open_clip_config.json` beside the file that sets it. Any other file uses the activation of MODEL;
+`ViT-B-16-quickgelu` has QuickGELU.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from testtime.text import contexts
 from testtime.types import Context, InputError, MissingPart, Preprocess, UnknownName
 
 PRECISIONS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-PREPROCESS_KEYS = ("mean", "std", "interpolation", "resize_mode")  # what a tag says of its images
-OPENAI_NUMBERS = ("input_resolution", "context_length", "vocab_size")  # beside the weights in OpenAI's files
+PREPROCESS_KEYS = ("mean", "std", "interpolation", "resize_mode")  # preprocessing settings of a tag
+OPENAI_NUMBERS = ("input_resolution", "context_length", "vocab_size")  # stored beside the weights in OpenAI's files
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "spiece.model", "vocab.txt")
 
 
 class OpenClip(TwoTowers):
-    """An open_clip model as an encoder: the frozen `model`, its `tokenizer`, and how it wants its images.
+    """An open_clip model as an encoder: the frozen `model`, its `tokenizer` and its preprocessing.
 
     >>> from testtime import load_encoder
     >>> encoder = load_encoder("tiny")
@@ -72,11 +72,11 @@ class OpenClip(TwoTowers):
     def text_features(self, texts: Sequence[str]) -> Tensor:
         return self.model.encode_text(self.tokenizer(list(texts)).to(self.device))
 
-    def own_tower(self, kind: type[vit.Tower]) -> Callable[[Tensor], Tensor] | None:
+    def fast_tower(self, kind: type[vit.Tower]) -> Callable[[Tensor], Tensor] | None:
         return vit.from_open_clip(self.model.visual, kind) or resnet.from_open_clip(self.model.visual)
 
     def soft_prompts(self, classnames: Sequence[str], words: str, chunk: int) -> Context:
-        """Prompts whose first words are free; see `types.PromptEncoder`."""
+        """Prompts whose first words are tunable; see `types.PromptEncoder`."""
         return contexts.open_clip_prompts(self, classnames, words, chunk)
 
 
@@ -90,7 +90,7 @@ def load(spec: str, device: torch.device, dtype: torch.dtype) -> OpenClip:
     if tag:
         settings, quick = tag, tag.get("quick_gelu", False)
     else:
-        settings = _usual_preprocess(architecture) | beside["preprocess_cfg"]
+        settings = _default_preprocess(architecture) | beside["preprocess_cfg"]
         quick = checkpoint.openai or bool(beside["model_cfg"].get("quick_gelu"))
     tokenizer = _tokenizer(architecture, path)
     model = build(architecture, PRECISIONS[dtype], quick)
@@ -100,7 +100,7 @@ def load(spec: str, device: torch.device, dtype: torch.dtype) -> OpenClip:
 
 
 def split(spec: str) -> tuple[str, str]:
-    """MODEL and PRETRAINED of "MODEL/PRETRAINED"; an error says which is missing or unknown.
+    """MODEL and PRETRAINED of "MODEL/PRETRAINED"; an error names the missing or unknown one.
 
     >>> split("ViT-B-16/weights/mine.pt")
     ('ViT-B-16', 'weights/mine.pt')
@@ -109,15 +109,15 @@ def split(spec: str) -> tuple[str, str]:
     models = open_clip.list_models()
     if architecture not in models:
         first, *rest = spec.split("/")
-        dashed = "-".join([first, *rest[:1]])  # ViT-B/16 is how OpenAI writes it
+        dashed = "-".join([first, *rest[:1]])  # OpenAI writes ViT-B/16
         if dashed in models:
-            near, weights = [dashed], "/".join(rest[1:])
+            suggested, weights = [dashed], "/".join(rest[1:])
         else:
-            near = get_close_matches(architecture, models, n=1, cutoff=0.4) or ["ViT-B-16"]
-        hint = f"open_clip:{near[0]}/{weights or _tags(near[0])[0]}"
+            suggested = get_close_matches(architecture, models, n=1, cutoff=0.4) or ["ViT-B-16"]
+        hint = f"open_clip:{suggested[0]}/{weights or _tags(suggested[0])[0]}"
         raise UnknownName(
             f"Unknown open_clip model in '{spec}'. Did you mean '{hint}'? "
-            f"`open_clip.list_models()` names all {len(models)}."
+            f"`open_clip.list_models()` lists all {len(models)}."
         )
     if not weights:
         raise InputError(
@@ -128,32 +128,32 @@ def split(spec: str) -> tuple[str, str]:
 
 
 def make_preprocess(settings: Mapping[str, Any]) -> Preprocess:
-    """open_clip's words for how a model sees (size, mean, std, interpolation, resize_mode) in ours."""
+    """Our preprocessing from open_clip's settings (size, mean, std, interpolation, resize_mode)."""
     size = settings["size"]
     height, width = (size, size) if isinstance(size, int) else size
     if height != width:
-        raise InputError(f"Only square images are supported; this model sees {height} x {width}.")
+        raise InputError(f"Only square images are supported; this model takes {height} x {width}.")
     try:
         mean, std = (tuple(map(float, settings[name])) for name in ("mean", "std"))
         return Preprocess(height, height, settings["resize_mode"], settings["interpolation"], mean, std)  # type: ignore[arg-type]
     except (TypeError, ValueError):
-        said = {name: settings[name] for name in PREPROCESS_KEYS}
-        raise InputError(f"How the model sees is not said in words and lists of 3 numbers: {said}.") from None
+        given = {name: settings[name] for name in PREPROCESS_KEYS}
+        raise InputError(f"Preprocessing settings must be names and lists of 3 numbers; got {given}.") from None
 
 
-# Where the weights are
+# Finding the weights
 
 
 def find(architecture: str, weights: str) -> Path:
-    """The checkpoint file at a path, or an error that says how to write it."""
+    """The checkpoint file at a path, or an error that says how to write the path."""
     path = Path(weights).expanduser()
     if path.is_file():
         return path
     if path.is_dir():
-        raise InputError(f"'{weights}' is a folder; name the weights file in it.")
+        raise InputError(f"'{weights}' is a folder; give the weights file in it.")
     if (absolute := Path("/") / weights).is_file():
         raise MissingPart(
-            f"No file '{weights}' in {Path.cwd()}. An absolute path takes two slashes: "
+            f"No file '{weights}' in {Path.cwd()}. An absolute path needs two slashes: "
             f"open_clip:{architecture}/{absolute}"
         )
     if "/" in weights or "\\" in weights or path.suffix.lower() in SUFFIXES:
@@ -163,7 +163,7 @@ def find(architecture: str, weights: str) -> Path:
 
 
 def fetch(architecture: str, weights: str, tag: Mapping[str, str]) -> Path:
-    """The file of a pretrained tag: from a cache, else from its hub, else MissingPart with the way out."""
+    """The file of a pretrained tag: from a cache, else from its hub, else MissingPart with advice."""
     repository, _, file = tag.get("hf_hub", "").rpartition("/")
     files = [file] if file else [open_clip.constants.HF_SAFE_WEIGHTS_NAME, open_clip.constants.HF_WEIGHTS_NAME]
     address = tag.get("url", "")
@@ -175,25 +175,25 @@ def fetch(architecture: str, weights: str, tag: Mapping[str, str]) -> Path:
 
     sources = [f"{constants.ENDPOINT}/{repository} ({files[0]})"] if repository else []
     sources += [address] if address else []
-    # a plain file does not say which activation it was trained with; the name of the model can
+    # a plain file does not record its activation; the name of the model can
     quick = f"{architecture}-quickgelu"
     model = quick if tag.get("quick_gelu") and quick in open_clip.list_models() else architecture
     return hub.fetch(
         constants.ENDPOINT if repository else address,
         lambda: Path(open_clip.pretrained.download_pretrained(dict(tag))),
         f"Weights '{weights}' of {architecture} are not on this machine",
-        f"Fetch {' or '.join(sources)}, and write open_clip:{model}/PATH.",
+        f"Download {' or '.join(sources)}, and write open_clip:{model}/PATH.",
     )
 
 
 def _hub_folder(repository: str, files: Sequence[str], purpose: str) -> str:
-    """What `transformers` takes for a repository: its cached folder, or its name if the hub answers."""
+    """What to load a repository by in `transformers`: its cached folder, or its name if the hub answers."""
     for file in files:
         if isinstance(cached := try_to_load_from_cache(repository, file), str):
             return str(Path(cached).parent)
-    way_out = f"Fetch {constants.ENDPOINT}/{repository} into the cache (`hf download {repository}`)"
-    way_out += ", or put tokenizer.json beside the checkpoint." if files == TOKENIZER_FILES else "."
-    return hub.fetch(constants.ENDPOINT, lambda: repository, f"{purpose} is not on this machine", way_out)
+    advice = f"Download {constants.ENDPOINT}/{repository} to the cache (`hf download {repository}`)"
+    advice += ", or put tokenizer.json beside the checkpoint." if files == TOKENIZER_FILES else "."
+    return hub.fetch(constants.ENDPOINT, lambda: repository, f"{purpose} is not on this machine", advice)
 
 
 def _tokenizer(architecture: str, path: Path) -> Callable[[list[str]], Tensor]:
@@ -217,8 +217,8 @@ def _tags(architecture: str) -> list[str]:
     return open_clip.pretrained.list_pretrained_tags_by_model(architecture) or ["PATH"]
 
 
-def _usual_preprocess(architecture: str) -> dict[str, Any]:
-    """What most tags of a model say of their images (SigLIP squashes, CLIP crops); with no tags, CLIP's."""
+def _default_preprocess(architecture: str) -> dict[str, Any]:
+    """The preprocessing of most tags of a model (SigLIP squashes, CLIP crops); without tags, CLIP's."""
     known = [
         open_clip.pretrained.get_pretrained_cfg(architecture, tag)
         for tag in open_clip.pretrained.list_pretrained_tags_by_model(architecture)
@@ -229,24 +229,24 @@ def _usual_preprocess(architecture: str) -> dict[str, Any]:
 
 
 def _config_beside(path: Path) -> dict[str, dict[str, Any]]:
-    """What `open_clip_config.json` in the checkpoint's folder says, as on the hub; nothing if there is none."""
+    """`open_clip_config.json` in the checkpoint's folder, as on the hub; empty if there is none."""
     file, parts = path.parent / "open_clip_config.json", ("preprocess_cfg", "model_cfg")
     if not file.is_file():
         return {part: {} for part in parts}
     try:
-        said = parse_json(read_bytes(file), f"'{file}'", kind=dict)
+        config = parse_json(read_bytes(file), f"'{file}'", kind=dict)
     except OSError as problem:
         raise InputError(f"Cannot read '{file}': {problem.strerror or problem}.") from None
-    if odd := [part for part in parts if not isinstance(said.get(part, {}), dict)]:
-        raise InputError(f"'{file}' is damaged: {odd[0]} is a {type(said[odd[0]]).__name__}, where a dict should be.")
-    return {part: said.get(part, {}) for part in parts}
+    if odd := [part for part in parts if not isinstance(config.get(part, {}), dict)]:
+        raise InputError(f"'{file}' is damaged: {odd[0]} is a {type(config[odd[0]]).__name__}; expected a dict.")
+    return {part: config.get(part, {}) for part in parts}
 
 
-# What is in them
+# Reading the weights
 
 
 class Checkpoint(NamedTuple):
-    """The tensors of a file, and whether they are as OpenAI published them."""
+    """The tensors of a file, and whether they are in OpenAI's published layout."""
 
     path: Path
     tensors: dict[str, Tensor]
@@ -254,7 +254,7 @@ class Checkpoint(NamedTuple):
 
 
 def read(path: Path) -> Checkpoint:
-    """The tensors in a checkpoint file, on the CPU. Nothing in the file is run."""
+    """The tensors in a checkpoint file, on the CPU. No code in the file is run."""
     scripted = False
     try:
         if path.suffix.lower() == ".safetensors":
@@ -283,14 +283,14 @@ def read(path: Path) -> Checkpoint:
     }
     if not tensors:
         raise InputError(f"'{path}' holds no tensors.")
-    if odd := [name for name, value in tensors.items() if not _is_plain(value)]:
-        raise InputError(f"'{path}' holds {odd[0]} in a form that no model has; save it as .safetensors.")
+    if odd := [name for name, value in tensors.items() if not _is_dense(value)]:
+        raise InputError(f"'{path}' holds {odd[0]} as a sparse, quantised or meta tensor; save it as .safetensors.")
     numbered = any(name in state for name in OPENAI_NUMBERS)
-    return Checkpoint(path, tensors, scripted or numbered or (not wrapped and _is_half_half(tensors)))
+    return Checkpoint(path, tensors, scripted or numbered or (not wrapped and _has_openai_precision(tensors)))
 
 
 def build(architecture: str, precision: str = "fp32", quick_gelu: bool = False) -> Any:
-    """A model with weights still to be filled in. The global random state is left alone."""
+    """A model without trained weights. The global random state is left alone."""
     config = open_clip.get_model_config(architecture)
     config["quick_gelu"] = config.get("quick_gelu", False) or quick_gelu
     vision, text = config["vision_cfg"], config["text_cfg"]
@@ -318,17 +318,17 @@ def lower(model: Any, precision: str, foreign: bool = False) -> Any:
     if not foreign:
         open_clip.convert_weights_to_lp(model, dtype=dtype)
         return model
-    # that conversion knows open_clip's own layers only: towers of timm and transformers are lowered whole
+    # that conversion handles only open_clip's own layers: towers of timm and transformers are converted whole
     model.to(dtype)
     for part in model.modules():
         if isinstance(part, open_clip.transformer.LayerNormFp32):
             part.float()
-    model.logit_scale.data = model.logit_scale.data.float()  # bfloat16 would make 98.8 of a scale of 100
+    model.logit_scale.data = model.logit_scale.data.float()  # bfloat16 would turn a scale of 100 into 98.8
     return model
 
 
 def fill(model: Any, checkpoint: Checkpoint, architecture: str) -> None:
-    """Put a checkpoint's tensors into the model; an error names the first ones that do not fit."""
+    """Load a checkpoint's tensors into the model; an error names the first ones that do not fit."""
     state = open_clip.convert.convert_state_dict(model, dict(checkpoint.tensors))
     if "positional_embedding" in state and not hasattr(model, "positional_embedding"):
         state = open_clip.model.convert_to_custom_text_state_dict(state)
@@ -348,22 +348,22 @@ def fill(model: Any, checkpoint: Checkpoint, architecture: str) -> None:
         "missing": [name for name in wanted if name not in state],
         "not in the model": [name for name in state if name not in wanted],
     }
-    said = [
+    messages = [
         f"{what}: {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
         for what, names in problems.items()
         if names
     ]
-    if said:
-        raise InputError(f"'{checkpoint.path}' does not fit {architecture}. {'; '.join(said).capitalize()}.")
+    if messages:
+        raise InputError(f"'{checkpoint.path}' does not fit {architecture}. {'; '.join(messages).capitalize()}.")
     model.load_state_dict(state)
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor's numbers are all there, one after another; some files have sparse ones, or shapes alone."""
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor is dense, on the CPU and not quantised; some files have sparse or meta tensors."""
     return tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
 
 
-def _is_half_half(tensors: Mapping[str, Tensor]) -> bool:
-    """Whether weights are float16 and norms float32, which is how OpenAI published them."""
+def _has_openai_precision(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether weights are float16 and norms float32, as OpenAI published them."""
     kinds = [tensors[name].dtype for name in ("visual.conv1.weight", "ln_final.weight") if name in tensors]
     return kinds == [torch.float16, torch.float32]

@@ -2,12 +2,12 @@
 
 A name is `hf:REPO_OR_PATH`, as in `hf:kakaobrain/align-base` or `hf:models/align`. A folder is what
 `save_pretrained` wrote for the model, its image processor and its tokenizer; it is read with no network.
-Only tensors are read, and no code from a repository is ever run.
+Only tensors are read; no code from a repository is ever run.
 
-Two departures from `transformers`, both in how an image is cut. Images are resized by Pillow, and a centre crop
-with an odd margin is rounded as torchvision does, as in the models' training code; `transformers` resizes tensors
-and rounds down, so that its pixels may differ by a grey level and its crop by one pixel. SigLIP2's NaFlex models
-take images of any shape; here they see a square of as many patches as they are used to, the image squashed into it.
+Two departures from `transformers`, both in preprocessing. Images are resized by Pillow, and a centre crop with an
+odd margin is rounded as torchvision does, as in the models' training code; `transformers` resizes tensors and rounds
+down, so its pixels may differ by a grey level and its crop by one pixel. SigLIP2's NaFlex models take images of any
+shape; here they get a square with their usual number of patches, the image squashed into it.
 """
 
 from __future__ import annotations
@@ -34,34 +34,34 @@ from testtime.text import contexts
 from testtime.types import Context, InputError, MissingPart, Preprocess
 
 LONGEST_TEXT = 512  # tokens, where neither tokenizer nor model sets a limit
-ALIGN_TOKENS = 64  # that ALIGN was trained with; its text tower would take 512
+ALIGN_TOKENS = 64  # ALIGN was trained with 64; its text tower would take 512
 REPOSITORY = re.compile(r"\w[\w.-]*(/[\w.-]+)?")  # "owner/name", or a bare name
-# one of each row must be in a folder; older and newer versions of transformers write different ones
+# a folder needs one file of each row; versions of transformers write different ones
 PARTS = {
     "weights": ("model*.safetensors", "pytorch_model*.bin"),
     "an image processor": ("preprocessor_config.json", "processor_config.json"),
     "a tokenizer": ("tokenizer.json", "vocab.json", "vocab.txt", "spiece.model", "*.spm", "tokenizer.model"),
 }
-# processors that resize, crop, rescale and normalise, and do nothing else
+# processors that only resize, crop, rescale and normalise
 PROCESSORS = ("Bit", "CLIP", "DeiT", "EfficientNet", "Siglip", "ViT")
-FILTERS: dict[int, Literal["bicubic", "bilinear"]] = {2: "bilinear", 3: "bicubic"}  # Pillow's numbers
-OFFSET_POSITIONS = ("camembert", "roberta", "xlm-roberta")  # whose positions start after that of padding
+FILTERS: dict[int, Literal["bicubic", "bilinear"]] = {2: "bilinear", 3: "bicubic"}  # Pillow's codes
+OFFSET_POSITIONS = ("camembert", "roberta", "xlm-roberta")  # position ids start after the padding id
 
 
 class Family(NamedTuple):
-    """How a kind of model is read and spoken to."""
+    """How to load and call a kind of model."""
 
-    model: str  # class of transformers
+    model: str  # class in transformers
     padding: Literal["max_length", "longest"]
-    inputs: tuple[str, ...]  # of what a tokenizer gives, those that the text tower was trained with
+    inputs: tuple[str, ...]  # outputs of the tokenizer that the text tower was trained with
     scale: Callable[[Any], Tensor]
 
 
-def _exponential(model: Any) -> Tensor:
+def _exp_scale(model: Any) -> Tensor:
     return model.logit_scale.float().exp()
 
 
-# by a configuration's model_type; SigLIP pools its last token, padding or not, and so is never given a mask
+# by a configuration's model_type; SigLIP pools its last token, padding or not, so it gets no mask
 FAMILIES = {
     "align": Family(
         "AlignModel",
@@ -69,20 +69,20 @@ FAMILIES = {
         ("input_ids", "attention_mask", "token_type_ids"),
         lambda model: 1 / model.temperature.float(),
     ),
-    "clip": Family("CLIPModel", "max_length", ("input_ids", "attention_mask"), _exponential),
-    "siglip": Family("SiglipModel", "max_length", ("input_ids",), _exponential),
-    "siglip2": Family("Siglip2Model", "max_length", ("input_ids",), _exponential),
+    "clip": Family("CLIPModel", "max_length", ("input_ids", "attention_mask"), _exp_scale),
+    "siglip": Family("SiglipModel", "max_length", ("input_ids",), _exp_scale),
+    "siglip2": Family("Siglip2Model", "max_length", ("input_ids",), _exp_scale),
     "vision-text-dual-encoder": Family(
-        "VisionTextDualEncoderModel", "longest", ("input_ids", "attention_mask", "token_type_ids"), _exponential
+        "VisionTextDualEncoderModel", "longest", ("input_ids", "attention_mask", "token_type_ids"), _exp_scale
     ),
 }
 
 
 class DualEncoder(TwoTowers):
-    """A dual encoder of transformers: the frozen `model`, its `tokenizer`, and how it wants its images.
+    """A dual encoder of transformers: the frozen `model`, its `tokenizer` and its preprocessing.
 
-    `bias` is what SigLIP adds to every logit, and 0 elsewhere. It moves all classes alike, so a softmax, and
-    with it every method, gives the same with or without it; only SigLIP's own sigmoid needs it.
+    `bias` is added by SigLIP to every logit, and 0 for other models. It shifts all classes alike, so it changes no
+    softmax and no method; only SigLIP's own sigmoid needs it.
     """
 
     def __init__(
@@ -92,12 +92,12 @@ class DualEncoder(TwoTowers):
         kind = model.config.model_type
         model = model.eval().requires_grad_(False)
         self.family = FAMILIES[kind]
-        # read before the precision is lowered: bfloat16 would make 98.8 of a scale of 100
+        # read before conversion: bfloat16 would turn a scale of 100 into 98.8
         self.scale = float(self.family.scale(model))
         self.bias = float(model.logit_bias) if hasattr(model, "logit_bias") else 0.0
         self.model = model.to(device, dtype)
         self.tokenizer = tokenizer
-        self.tokens = _tokens(kind, model.config.text_config, tokenizer)
+        self.tokens = _max_tokens(kind, model.config.text_config, tokenizer)
         self.patch: int | None = model.config.vision_config.patch_size if kind == "siglip2" else None
         self.dim = self.encode_texts([""]).shape[1]
 
@@ -108,21 +108,21 @@ class DualEncoder(TwoTowers):
     def text_features(self, texts: Sequence[str]) -> Tensor:
         return _pooled(self.model.get_text_features(**self.tokenize(texts)))
 
-    def own_tower(self, kind: type[vit.Tower]) -> vit.Tower | None:
+    def fast_tower(self, kind: type[vit.Tower]) -> vit.Tower | None:
         return vit.from_transformers(self.model, kind)
 
     def soft_prompts(self, classnames: Sequence[str], words: str, chunk: int) -> Context:
-        """Prompts whose first words are free; see `types.PromptEncoder`."""
+        """Prompts whose first words are tunable; see `types.PromptEncoder`."""
         return contexts.transformers_prompts(self, classnames, words, chunk)
 
     def tokenize(self, texts: Sequence[str]) -> dict[str, Tensor]:
-        """What the text tower takes: `input_ids` (n, length) and, where it was trained with them, masks."""
-        # SigLIP2 was trained on lower case; where its tokenizer is read as plain Gemma's, that is left to us
+        """Inputs of the text tower: `input_ids` (n, length) and, if it was trained with them, masks."""
+        # SigLIP2 was trained on lower case; a plain Gemma tokenizer does not lower it
         lower = type(self.tokenizer).__name__.startswith("Gemma")
         found = self.tokenizer(
             [text.lower() for text in texts] if lower else list(texts),
             padding=self.family.padding,
-            padding_side="right",  # as all were trained; Gemma's tokenizer, left alone, pads the left
+            padding_side="right",  # as in training; Gemma's tokenizer pads left by default
             truncation=True,
             max_length=self.tokens,
             return_tensors="pt",
@@ -135,8 +135,8 @@ def load(spec: str, device: torch.device, dtype: torch.dtype) -> DualEncoder:
     transformers = package("hf", "transformers")
     folder = find(spec)
     config = _config(folder)
-    if lacking := _lacking(folder):
-        wanted = "; ".join(f"{part} ({' or '.join(PARTS[part][:2])})" for part in lacking)
+    if missing := _missing_parts(folder):
+        wanted = "; ".join(f"{part} ({' or '.join(PARTS[part][:2])})" for part in missing)
         raise InputError(f"'{folder}' lacks {wanted}. Save it there with save_pretrained.")
     with _quiet(transformers), torch.random.fork_rng(devices=[]):
         processor = _read(transformers.AutoImageProcessor, folder, "image processor")
@@ -148,29 +148,29 @@ def load(spec: str, device: torch.device, dtype: torch.dtype) -> DualEncoder:
     side = getattr(model.config.vision_config, "image_size", None)
     if config["model_type"] in ("clip", "siglip") and side != preprocess.size:
         raise InputError(
-            f"The model in '{folder}' sees {side} pixels a side; its image processor makes {preprocess.size}."
+            f"The model in '{folder}' takes {side} pixels a side; its image processor makes {preprocess.size}."
         )
     return DualEncoder(f"hf:{spec}", model, tokenizer, preprocess, device, dtype)
 
 
-# How images are seen
+# Preprocessing of images
 
 
 def make_preprocess(settings: Mapping[str, Any]) -> Preprocess:
-    """A transformers image processor, as its `to_dict` gives it, in our words; an error where they do not reach.
+    """Our preprocessing from the `to_dict` of a transformers image processor; an error if it cannot be expressed.
 
-    Rescaling, an offset (ALIGN's) and normalising are one straight line, so any of them is a mean and a deviation.
+    Rescaling, an offset (ALIGN's) and normalising combine into one affine map: a mean and a standard deviation.
     """
     kind = re.sub("(ImageProcessor|FeatureExtractor)(Fast|Pil)?$", "", settings.get("image_processor_type") or "")
-    said = f"The image processor '{settings.get('image_processor_type')}'"
+    processor = f"The image processor '{settings.get('image_processor_type')}'"
     if kind not in (*PROCESSORS, "Siglip2"):
-        raise InputError(f"{said} is not supported. Supported: those of {', '.join((*PROCESSORS, 'Siglip2'))}.")
+        raise InputError(f"{processor} is not supported. Supported: those of {', '.join((*PROCESSORS, 'Siglip2'))}.")
     if not settings.get("do_resize", True):
-        raise InputError(f"{said} does not resize (do_resize is false), and views must be of one size.")
+        raise InputError(f"{processor} does not resize (do_resize is false), but views must have one size.")
     if settings.get("do_pad"):
-        raise InputError(f"{said} pads images (do_pad), which is not supported.")
+        raise InputError(f"{processor} pads images (do_pad), which is not supported.")
     if settings.get("resample") not in FILTERS:
-        raise InputError(f"{said} resamples by {settings.get('resample')}. Supported: 2 (bilinear), 3 (bicubic).")
+        raise InputError(f"{processor} resamples by {settings.get('resample')}. Supported: 2 (bilinear), 3 (bicubic).")
 
     mode: Literal["shortest", "squash"] = "squash"
     if kind == "Siglip2":
@@ -181,38 +181,38 @@ def make_preprocess(settings: Mapping[str, Any]) -> Preprocess:
         if measures.keys() == {"shortest_edge"} and cropped:
             mode, resize = "shortest", measures["shortest_edge"]
         elif measures.keys() == {"height", "width"}:
-            resize = _square(measures, said)
+            resize = _square(measures, processor)
         else:
             raise InputError(
-                f"{said} resizes to {measures}{'' if cropped else ' and does not crop'}, which is not always a square. "
-                "Supported: height and width, or shortest_edge with do_center_crop."
+                f"{processor} resizes to {measures}{'' if cropped else ' and does not crop'}, which is not always a "
+                "square. Supported: height and width, or shortest_edge with do_center_crop."
             )
-        size = _square(settings["crop_size"], said) if cropped else resize
+        size = _square(settings["crop_size"], processor) if cropped else resize
 
     # value = slope * pixel + start, for a pixel from 0 to 1
     slope = 255 * (settings["rescale_factor"] if settings.get("do_rescale") else 1.0)
     start = -1.0 if settings.get("do_rescale") and settings.get("rescale_offset") else 0.0
     means, deviations = settings["image_mean"], settings["image_std"]
-    lines = [(slope, start)] * 3
+    maps = [(slope, start)] * 3
     if settings.get("do_normalize"):
-        lines = [(a / s, (b - m) / s) for (a, b), m, s in zip(lines, means, deviations, strict=True)]
-    if kind == "EfficientNet" and settings.get("include_top"):  # divides once more
-        lines = [(a / s, b / s) for (a, b), s in zip(lines, deviations, strict=True)]
-    # rounded, so that 0.5 stays 0.5 after a factor of 1/255 and back
-    red, green, blue = ((round(-b / a, 12) + 0.0, round(1 / a, 12)) for a, b in lines)
+        maps = [(a / s, (b - m) / s) for (a, b), m, s in zip(maps, means, deviations, strict=True)]
+    if kind == "EfficientNet" and settings.get("include_top"):  # divides by std once more
+        maps = [(a / s, b / s) for (a, b), s in zip(maps, deviations, strict=True)]
+    # rounded, so that 0.5 survives a factor of 1/255 and back
+    red, green, blue = ((round(-b / a, 12) + 0.0, round(1 / a, 12)) for a, b in maps)
     mean, deviation = zip(red, green, blue, strict=True)
     return Preprocess(size, resize, mode, FILTERS[settings["resample"]], mean, deviation)
 
 
-def _square(measures: Mapping[str, int], said: str) -> int:
+def _square(measures: Mapping[str, int], processor: str) -> int:
     height, width = measures.get("height"), measures.get("width")
     if height is None or height != width:
-        raise InputError(f"{said} makes images of {height} x {width}; only squares are supported.")
+        raise InputError(f"{processor} makes images of {height} x {width}; only squares are supported.")
     return height
 
 
 def _patches(pixels: Tensor, side: int) -> dict[str, Tensor]:
-    """Images as NaFlex takes them, patch by patch, each (row, column, channel): (B, 3, H, W) -> (B, n, side²·3)."""
+    """Images in NaFlex's layout, patch by patch, each (row, column, channel): (B, 3, H, W) -> (B, n, side²·3)."""
     count, _, height, width = pixels.shape
     if height % side or width % side:
         raise InputError(f"Images must be whole patches of {side} pixels; got {height} x {width}.")
@@ -226,27 +226,27 @@ def _patches(pixels: Tensor, side: int) -> dict[str, Tensor]:
     }
 
 
-# How texts are read
+# Texts
 
 
-def _tokens(kind: str, text: Any, tokenizer: Any) -> int:
-    """Tokens of a text that are read; the rest is cut."""
-    places = getattr(text, "max_position_embeddings", LONGEST_TEXT)
+def _max_tokens(kind: str, text: Any, tokenizer: Any) -> int:
+    """The maximum number of tokens of a text; longer texts are truncated."""
+    positions = getattr(text, "max_position_embeddings", LONGEST_TEXT)
     if kind == "align":
-        return min(ALIGN_TOKENS, places)
+        return min(ALIGN_TOKENS, positions)
     if kind != "vision-text-dual-encoder":
-        return places
+        return positions
     if text.model_type in OFFSET_POSITIONS:
-        places -= text.pad_token_id + 1
-    return min(places, tokenizer.model_max_length, LONGEST_TEXT)
+        positions -= text.pad_token_id + 1
+    return min(positions, tokenizer.model_max_length, LONGEST_TEXT)
 
 
 def _pooled(output: Any) -> Tensor:
-    """Features as transformers gives them: a tensor up to version 4, an object with `pooler_output` from 5."""
+    """Features from an output of transformers: a tensor up to version 4, an object with `pooler_output` from 5."""
     return output if isinstance(output, Tensor) else output.pooler_output
 
 
-# Where a model is
+# Finding a model
 
 
 def find(spec: str) -> Path:
@@ -257,40 +257,40 @@ def find(spec: str) -> Path:
     if path.is_dir():
         return path
     if path.exists():
-        raise InputError(f"'{spec}' is a file; name the folder that holds config.json and the weights.")
+        raise InputError(f"'{spec}' is a file; give the folder that holds config.json and the weights.")
     if not REPOSITORY.fullmatch(spec):
         raise MissingPart(f"No folder '{spec}' (looked for {path.absolute()}).")
     return fetch(spec)
 
 
 def fetch(repository: str) -> Path:
-    """The folder of a hub repository: from the cache, else from the hub, else MissingPart with the way out."""
+    """The folder of a hub repository: from the cache, else from the hub, else MissingPart with advice."""
     cached = try_to_load_from_cache(repository, "config.json")
-    if isinstance(cached, str) and not _lacking(Path(cached).parent):
+    if isinstance(cached, str) and not _missing_parts(Path(cached).parent):
         return Path(cached).parent
     return hub.fetch(
         constants.ENDPOINT,
         lambda: _download(repository),
         f"Model '{repository}' is neither a folder nor in the hub's cache",
-        f"Fetch {constants.ENDPOINT}/{repository} (`hf download {repository}`), or write hf:FOLDER for a copy of it.",
+        f"Download {constants.ENDPOINT}/{repository} (`hf download {repository}`), or write hf:FOLDER for a copy.",
     )
 
 
 def _download(repository: str) -> Path:
-    """The repository's folder in the cache, with one format of its weights only."""
-    words = ["*.json", "*.txt", "*.model", "*.spm"]
+    """The repository's folder in the cache, with its weights in one format only."""
+    text_files = ["*.json", "*.txt", "*.model", "*.spm"]
     safe, pickled = PARTS["weights"]
-    folder = Path(snapshot_download(repository, allow_patterns=[*words, safe]))
+    folder = Path(snapshot_download(repository, allow_patterns=[*text_files, safe]))
     if not any(folder.glob(safe)):
         snapshot_download(repository, allow_patterns=[pickled])
     return folder
 
 
-def _lacking(folder: Path) -> list[str]:
+def _missing_parts(folder: Path) -> list[str]:
     return [part for part, files in PARTS.items() if not any(any(folder.glob(file)) for file in files)]
 
 
-# What is in it
+# Loading a model
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -309,13 +309,13 @@ def _config(folder: Path) -> dict[str, Any]:
         )
     parts = [config, *(part for part in config.values() if isinstance(part, dict))]
     attention = [part.get(key) for part in parts for key in ("attn_implementation", "_attn_implementation")]
-    if code := [said for said in attention if "/" in str(said)]:  # transformers would fetch and run it
-        raise InputError(f"'{file}' asks for code from the hub for its attention ({code[0]}); take that line out.")
+    if code := [name for name in attention if "/" in str(name)]:  # transformers would download and run it
+        raise InputError(f"'{file}' asks for code from the hub for its attention ({code[0]}); remove that line.")
     return config
 
 
 def _read(factory: Any, folder: Path, what: str) -> Any:
-    """What one of transformers' Auto classes makes of the folder alone, running none of its code."""
+    """What one of transformers' Auto classes loads from the folder alone, without running its code."""
     try:
         return factory.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except ImportError as problem:
@@ -327,7 +327,7 @@ def _read(factory: Any, folder: Path, what: str) -> Any:
 
 
 def _model(transformers: ModuleType, folder: Path, config: Mapping[str, Any]) -> Any:
-    """The model with every weight from the folder: transformers would draw the missing ones at random."""
+    """The model with every weight from the folder: transformers would initialise missing ones at random."""
     name = FAMILIES[config["model_type"]].model
     if not hasattr(transformers, name):
         raise MissingPart(
@@ -348,13 +348,13 @@ def _model(transformers: ModuleType, folder: Path, config: Mapping[str, Any]) ->
     for what, names in (("Wrong shape", wrong), ("Missing", report["missing_keys"])):
         if names := sorted(names):
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise InputError(f"The weights in '{folder}' do not fill a {name}. {what}: {', '.join(names[:3])}{more}.")
+            raise InputError(f"The weights in '{folder}' do not match {name}. {what}: {', '.join(names[:3])}{more}.")
     return model
 
 
 @contextmanager
 def _quiet(transformers: ModuleType) -> Iterator[None]:
-    """Without progress bars and reports on standard error: what matters is raised."""
+    """Disable progress bars and reports on standard error: problems are raised."""
     logging = transformers.utils.logging
     bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()

