@@ -17,7 +17,7 @@ from testtime.experiments.catalogue import EXPERIMENTS, TEXTS
 from testtime.experiments.cost import cost_lines, estimate, paper_columns
 from testtime.experiments.plan import Plan
 from testtime.experiments.queues import watch_queues
-from testtime.experiments.run import find_columns, find_experiment, kept, page, run_experiment
+from testtime.experiments.run import find_columns, find_experiment, page, run_experiment, selected
 from testtime.experiments.scores import SAME
 from testtime.experiments.tables import markdown, remarks, report_parts, sheets
 from testtime.methods.dpe import DPE
@@ -186,8 +186,8 @@ def test_queues_are_traced_to_the_images_that_fill_them() -> None:
     task, stream, _ = tt.toy()
     views = stream[:, :1]
     for held in watch_queues(task, DPE(queue=2), views.split(16), [5, 60, 160]):
-        assert torch.allclose(held.features, tt.ops.unit(views[held.places, 0]), atol=1e-6)
-        assert int(held.places.max()) < held.images and len(held.places.unique()) == len(held.places)
+        assert torch.allclose(held.features, tt.ops.unit(views[held.positions, 0]), atol=1e-6)
+        assert int(held.positions.max()) < held.images and len(held.positions.unique()) == len(held.positions)
 
 
 def test_the_map_of_queues_has_a_place_for_every_feature(tmp_path, plan, monkeypatch) -> None:
@@ -257,7 +257,7 @@ def test_a_dry_run_knows_the_size_of_benchmarks_that_are_not_here(plan) -> None:
     imagenet = costs[0]
     # 64 views for CLIP and DPE, one more store of one view for TDA
     assert (imagenet.images, imagenet.passes, imagenet.cells) == (50000, 50000 * 65, 3)
-    assert imagenet.why == "dataset not here" and imagenet.encoding_hours
+    assert imagenet.why == "dataset missing" and imagenet.encoding_hours
     assert costs[5].why == "no weights" and costs[5].gigabytes is None and costs[5].passes == imagenet.passes
     lines = cost_lines(costs)
     assert lines[-1][0] == "all" and lines[-1][4] == "?" and len(lines) == 12
@@ -370,7 +370,7 @@ def test_an_oracle_is_a_row_of_its_own_that_says_so_and_runs_only_when_asked_for
     assert oracle["settings"]["fusion_memory"] == oracle["weight"]["1"]
     assert oracle["accuracy"] == max(oracle["accuracy_by_weight"]["1"].values())
     assert oracle["accuracy_by_weight"]["1"]["1"] == honest["accuracy"]
-    unasked = next(row for row in kept(EXPERIMENTS["systems"], None) if row.oracle)
+    unasked = next(row for row in selected(EXPERIMENTS["systems"], None) if row.oracle)
     assert "test labels" in unasked.invalid and "--row 'DMN-ZS (oracle)'" in unasked.invalid
 
 
@@ -445,7 +445,7 @@ def test_the_command_prints_a_table_of_systems_and_json(folders, tmp_path, capsy
 
 def test_rows_are_found_by_name_however_it_is_written() -> None:
     experiment = EXPERIMENTS["systems"]
-    assert [row.label for row in kept(experiment, ["dpe+coop", "Zero-Shot"])] == ["zero-shot", "DPE + CoOp"]
-    assert len(kept(experiment, None)) == len(experiment.rows)
+    assert [row.label for row in selected(experiment, ["dpe+coop", "Zero-Shot"])] == ["zero-shot", "DPE + CoOp"]
+    assert len(selected(experiment, None)) == len(experiment.rows)
     with pytest.raises(InputError, match="Did you mean 'tda'"):
-        kept(experiment, ["tdaa"])
+        selected(experiment, ["tdaa"])

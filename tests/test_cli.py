@@ -233,7 +233,7 @@ def test_resuming_with_other_classes_is_refused(cli, photos, tmp_path) -> None:
     state = tmp_path / "s.safetensors"
     cli("run", photos, "--classes", CLASSES, "-e", "tiny", "--limit", 2, "--save", state)
     outcome = cli("run", photos, "--classes", "cat,dog,owl", "-e", "tiny", "--resume", state)
-    assert outcome.code == 2 and "'fox' there, 'owl' here" in outcome.err
+    assert outcome.code == 2 and "'fox' saved, 'owl' given" in outcome.err
 
 
 def spoil(photos: Path) -> dict[str, Path]:
@@ -284,20 +284,20 @@ def test_strict_stops_at_a_bad_image_and_keeps_what_was_written(cli, photos, tmp
         (["EMPTY", "--classes", CLASSES], "EMPTY"),
         (["PHOTOS", "--classes", "cat"], "two classes or more"),
         (["PHOTOS", "--classes", "cat,dog,cat"], "cat"),
-        (["PHOTOS/cat"], "comes without class names. Say what to tell apart: --classes"),
+        (["PHOTOS/cat"], "has no class names. Name the classes with --classes"),
         (["PHOTOS", "--classes", CLASSES, "--classes-file", "f.txt"], "one of the two"),
         (["caltech101"], "--root"),
         (["caltech101", "--root", "PHOTOS"], "Caltech101 is not in"),
         (["caltech11", "--root", "PHOTOS"], "Did you mean 'caltech101'"),
         (["EMPTY/a.csv"], "lists no images"),
-        (["EMPTY/a.tar"], "no plain tar file"),
-        (["EMPTY/a.docx", "--classes", CLASSES], "is no dataset"),
+        (["EMPTY/a.tar"], "not a plain tar file"),
+        (["EMPTY/a.docx", "--classes", CLASSES], "is not a dataset"),
         (["PHOTOS", "--limit", "0"], "at least one"),
         (["PHOTOS", "--classes-file", "none.txt"], "none.txt"),
         (["PHOTOS", "--classes", CLASSES, "--method", "dbe"], "Did you mean 'dpe'"),
         (["PHOTOS", "--classes", CLASSES, "--encoder", "ofline"], "Did you mean 'offline'"),
         (["PHOTOS", "--classes", CLASSES, "-e", "tiny", "--views", "0"], "views"),
-        (["PHOTOS", "--classes", CLASSES, "-e", "tiny", "--format", "xml"], "csv or jsonl"),
+        (["PHOTOS", "--classes", CLASSES, "-e", "tiny", "--format", "xml"], "csv, jsonl"),
         (["PHOTOS", "--classes", CLASSES, "-e", "tiny", "--resume", "none.safetensors"], "none.safetensors"),
         (["PHOTOS", "--classes", CLASSES, "-e", "tiny", "--template", "a photo"], "'a photo' has no {}"),
         (["PHOTOS", "--classes", CLASSES, "-e", "tiny", "--template", "imagenet8"], "Did you mean 'imagenet80'"),
@@ -359,7 +359,7 @@ def test_a_run_in_which_nothing_can_be_read_is_wrong_input(cli, tmp_path) -> Non
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "a.png").write_text("no picture")
     outcome = cli("run", tmp_path / "bad", "--classes", CLASSES, "-e", "tiny")
-    assert outcome.code == 2 and "None of the images could be read, 1 of 1" in outcome.err
+    assert outcome.code == 2 and "None of the images could be read; 1 of 1" in outcome.err
 
 
 def test_options_that_a_saved_session_overrules_are_named(cli, photos, tmp_path) -> None:
@@ -367,18 +367,18 @@ def test_options_that_a_saved_session_overrules_are_named(cli, photos, tmp_path)
     run = ["run", photos, "-e", "tiny", "--method", "tda"]
     assert cli(*run, "--save", state).code == 0
     again = cli(*run, "--resume", state)
-    assert "own settings: tda, 1 view, seed 0" in again.err and "cannot change that" not in again.err
+    assert "own settings: tda, 1 view, seed 0" in again.err and "ignored in favour" not in again.err
     other = cli("run", photos, "-e", "tiny", "--resume", state, "--method", "dpe", "--set", "alpha=3", "--seed", "4")
-    assert "--method, --set, --seed given here cannot change that" in other.err
+    assert "--method, --set, --seed ignored in favour of the saved state" in other.err
     shuffled = cli("run", photos, "-e", "tiny", "--resume", state, "--shuffle", "--seed", "4")
-    assert "cannot change that" not in shuffled.err  # the seed is for the order
+    assert "ignored in favour" not in shuffled.err  # the seed is for the order
 
 
 def test_a_run_that_was_finished_says_so(cli, photos, tmp_path) -> None:
     run = ["run", photos, "-e", "tiny", "--out", tmp_path / "a.csv", "--save", tmp_path / "s.safetensors"]
     cli(*run)
     again = cli(*run, "--resume", tmp_path / "s.safetensors", "--report", tmp_path / "r.html")
-    assert again.code == 0 and "All 12 images are in" in again.err and len(rows(tmp_path / "a.csv")) == 12
+    assert again.code == 0 and "All 12 images are already in" in again.err and len(rows(tmp_path / "a.csv")) == 12
 
 
 # encode
@@ -443,11 +443,11 @@ def test_every_command_has_help_with_an_example(cli, command) -> None:
 
 def test_help_fills_the_line_and_asks_for_no_value_of_a_flag(cli) -> None:
     shown = " ".join(cli("run", "--help").out.split())
-    assert "whether the image was learned from. Where the images" in shown
+    assert "whether the image was learned from. If the images" in shown
     lines = [line for line in cli("run", "--help").out.splitlines() if "--shuffle " in line]
     assert lines and "<bool>" not in lines[0]
     wide = [line for line in cli("run", "--help").out.splitlines() if "Every row holds" in line]
-    assert "learned from. Where" in wide[0]  # two lines of the source
+    assert "learned from. If" in wide[0]  # two lines of the source
 
 
 def test_version_names_the_library_that_numbers_depend_on(cli) -> None:

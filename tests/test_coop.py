@@ -468,7 +468,7 @@ def test_a_split_names_the_training_images(cli, photos, tmp_path) -> None:
     assert load_prompt(tmp_path / "p.safetensors").tokens.shape == (3, 4, 64)
     (tmp_path / "empty").mkdir()
     code, _, said = cli(*learn, "--root", tmp_path / "empty", "--out", tmp_path / "q.safetensors")
-    assert code == 2 and "give the folder that the split's paths start from" in said
+    assert code == 2 and "give the folder that the paths are relative to" in said
     (tmp_path / "split.json").write_text("[]")
     code, _, said = cli(*learn, "--root", photos, "--out", tmp_path / "q.safetensors")
     assert code == 2 and "is not a split file" in said

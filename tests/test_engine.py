@@ -372,7 +372,7 @@ def test_loading_with_the_same_task_is_fine(session, tmp_path):
 def test_another_class_list_is_refused(session, tmp_path):
     path = saved(session, tmp_path)
     other = replace(session.task, classnames=names_of(session.task, class_3="tiger"))
-    with pytest.raises(StateError, match=r"a\.safetensors holds 8 classes.*'class 3' there, 'tiger' here"):
+    with pytest.raises(StateError, match=r"a\.safetensors holds 8 classes.*'class 3' saved, 'tiger' given"):
         Session.load(path, other)
 
 
@@ -380,7 +380,7 @@ def test_the_same_classes_in_another_order_are_refused(session, tmp_path):
     path = saved(session, tmp_path)
     task = session.task
     other = replace(task, text=task.text.flip(0), classnames=task.classnames[::-1])
-    with pytest.raises(StateError, match="'class 0' there, 'class 7' here"):
+    with pytest.raises(StateError, match="'class 0' saved, 'class 7' given"):
         Session.load(path, other)
 
 
@@ -665,5 +665,5 @@ def test_an_image_without_an_encoder_is_refused(session):
 
 
 def test_an_encoder_of_another_dimension_is_refused():
-    with pytest.raises(InputError, match="random:24 gives 24 features, the task has 32"):
+    with pytest.raises(InputError, match="random:24 has feature size 24, the task has 32"):
         Session(toy()[0], encoder=RandomEncoder(24))

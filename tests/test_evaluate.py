@@ -97,7 +97,7 @@ def test_benchmarks_are_found_by_name_under_a_root(tmp_path) -> None:
     assert find_dataset(str(tmp_path / "sets" / "dtd")).name == "dtd"
     with pytest.raises(InputError, match="EuroSAT is not in"):
         find_dataset("eurosat", tmp_path / "sets")
-    with pytest.raises(InputError, match="say where it lies"):
+    with pytest.raises(InputError, match="is a benchmark: give --root"):
         find_dataset("eurosat")
     (tmp_path / "loose").mkdir()
     (tmp_path / "sets" / "dtd" / "images" / "texture 0" / "0.png").rename(tmp_path / "loose" / "a.png")

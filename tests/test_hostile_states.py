@@ -19,7 +19,7 @@ from safetensors.torch import save
 import testtime as tt
 from testtime import Session
 from testtime.methods.dpe import DPE
-from testtime.steppers import form_of, open_stepper
+from testtime.steppers import fast_of, open_stepper
 from testtime.steppers.plain import Plain
 from testtime.types import InputError, SettingError, StateError, Task, ViewPlan
 
@@ -100,7 +100,7 @@ def test_state_that_would_fill_the_memory_is_refused_before_it_is_made(tmp_path:
         lambda: Session(tt.toy()[0], "dpe", queue=2**31 - 1),
         lambda: Session(tt.toy()[0], "dmn", memory_size=2**30),
     ):
-        with pytest.raises(SettingError, match=r"would keep [\d,]+ GB"):
+        with pytest.raises(SettingError, match=r"would need [\d,]+ GB"):
             call()
     with pytest.raises(SettingError, match="must be below"):
         DPE(queue=2**31)
@@ -188,7 +188,7 @@ def test_task_of_one_prototype_is_left_to_the_method() -> None:
     text = torch.nn.functional.normalize(torch.ones(4, 8), dim=1)
     task = Task(text, tuple("abcd"))
     for method in degenerate.METHODS.values():
-        assert form_of(task, method) is None and isinstance(open_stepper(task, [method]), Plain)
+        assert fast_of(task, method) is None and isinstance(open_stepper(task, [method]), Plain)
 
 
 @both

@@ -266,7 +266,7 @@ def test_rows_that_are_not_the_state_s_are_refused_and_kept(run: Callable[..., R
     one(photos, "--limit", 2)
     one.rows.write_text("index,image\n0,mine\n")
     found = one(photos, resume=True, code=2)
-    assert f"{one.rows} does not begin with the rows of the run that {one.state} is from" in found.err
+    assert f"{one.rows} does not start with the rows of the run that saved {one.state}" in found.err
     assert one.rows.read_text() == "index,image\n0,mine\n"
 
 
@@ -275,7 +275,7 @@ def test_a_state_without_rows_of_its_own_does_not_touch_a_file(run: Callable[...
     assert one.cli("run", photos, "-e", "tiny", "--classes", "a,b", "--save", one.state).code == 0
     one.rows.write_text("mine")
     found = one.cli("run", photos, "-e", "tiny", "--classes", "a,b", "--resume", one.state, "--out", one.rows)
-    assert found.code == 2 and "does not say which rows are its own" in found.err and one.rows.read_text() == "mine"
+    assert found.code == 2 and "does not record which rows belong to it" in found.err and one.rows.read_text() == "mine"
 
 
 @pytest.mark.parametrize(
@@ -334,13 +334,13 @@ def test_an_image_goes_by_one_name_as_a_file_in_an_archive_and_in_a_row(tmp_path
             return "shards/a.tar/1\udcff.png"
 
     monkeypatch.chdir(tmp_path)
-    known = runs._known(Stored())
+    known = runs._image_key(Stored())
     for style in ("csv", "jsonl"):
         text = io.StringIO()
         prediction = dict.fromkeys(runs.COLUMNS, 0) | {"image": str(Stored()), "label": "a", "zero_shot": "a"}
         runs.Rows(text, style).write(prediction)
-        assert list(runs._named(text.getvalue().encode("utf-8", "backslashreplace"), style, tmp_path)) == [known]
-    assert runs._known(tmp_path / str(Stored())) == known
+        assert list(runs._images_in(text.getvalue().encode("utf-8", "backslashreplace"), style, tmp_path)) == [known]
+    assert runs._image_key(tmp_path / str(Stored())) == known
 
 
 def test_the_same_path_with_two_labels_is_scored_by_each(run: Callable[..., Run], photos: Path, tmp_path: Path) -> None:

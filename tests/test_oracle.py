@@ -102,4 +102,4 @@ def test_only_dmn_has_one_and_only_with_labels(cli, path, tmp_path):
     task, stream, _ = toy(images=5)
     bare = save_features(tmp_path / "bare.safetensors", stream, task.text)
     refused = cli("replay", bare, "--method", "dmn", "--oracle")
-    assert refused.code == 2 and "has no labels, which an oracle chooses by" in refused.err
+    assert refused.code == 2 and "has no labels, which an oracle needs" in refused.err

@@ -108,11 +108,11 @@ def test_a_listed_image_that_is_missing_is_counted(images) -> None:
         ("t.csv", b"pictures/a.png,cat\nb\n", "the row 'b' is too short"),
         ("t.csv", b"gone.png,cat\n", "None of the 1 images"),
         ("t.csv", b"\xff\xfe\xfa", "not UTF-8"),
-        ("t.csv", b'pictures/a.png,"cat\n', "no table of images"),
-        ("t.jsonl", b"{", "no table of images"),
+        ("t.csv", b'pictures/a.png,"cat\n', "not a table of images"),
+        ("t.jsonl", b"{", "not a table of images"),
         ("t.jsonl", b'{"x": 1}', "line 1 has none of path"),
-        ("t.jsonl", b"[1]", "no table of images"),
-        ("t.bin", b"x", "is no dataset"),
+        ("t.jsonl", b"[1]", "not a table of images"),
+        ("t.bin", b"x", "is not a dataset"),
     ],
 )
 def test_a_damaged_table_is_named(images, name, content, message) -> None:

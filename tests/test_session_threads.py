@@ -154,9 +154,9 @@ def test_handler_that_is_not_pythons_is_left_alone(monkeypatch: pytest.MonkeyPat
 def test_interrupt_that_ends_the_process_does_so_after_the_block() -> None:
     program = """
 import os, signal
-from testtime.machine.interrupts import held_back
+from testtime.machine.interrupts import deferred_interrupts
 signal.signal(signal.SIGINT, signal.SIG_DFL)
-with held_back():
+with deferred_interrupts():
     os.kill(os.getpid(), signal.SIGINT)
     print("all of it", flush=True)
 print("too far")
@@ -223,8 +223,8 @@ def test_twin_has_turns_and_a_state_of_its_own(twin: Any) -> None:
     session, stream = toy()
     session.scan(stream[:5])
     other = twin(session)
-    assert other._turn is not session._turn and leaf_bytes(other) == leaf_bytes(session)
-    with session._turn:  # which other threads then wait for, but not those of the twin
+    assert other._lock is not session._lock and leaf_bytes(other) == leaf_bytes(session)
+    with session._lock:  # which other threads then wait for, but not those of the twin
         thread = threading.Thread(target=other.scan, args=(stream[5:9],))
         thread.start()
         thread.join(60)

@@ -104,7 +104,7 @@ def test_a_damaged_image_is_named_by_its_place(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("members", "message"),
     [
-        ({"1.jpg": b"-", "1.cls": b"cat"}, "should hold the number of a class; it holds 'cat'"),
+        ({"1.jpg": b"-", "1.cls": b"cat"}, "should hold a class number; it holds 'cat'"),
         ({"1.jpg": b"-", "1.json": b"{"}, "is not a label"),
         ({"1.jpg": b"-", "1.txt": b"\xff"}, "is not a label"),
         ({"readme.md": b"-"}, "No image in"),
@@ -121,7 +121,7 @@ def test_a_shard_that_is_cut_short_or_compressed_is_refused(tmp_path) -> None:
     with pytest.raises(InputError, match="cut short"):
         open_dataset(file)
     squeezed = write_tar(tmp_path / "b.tar", {"1.png": png()}, "w:gz")
-    with pytest.raises(InputError, match="no plain tar file"):
+    with pytest.raises(InputError, match="not a plain tar file"):
         open_dataset(squeezed)
     (tmp_path / "c.tar").mkdir()
     with pytest.raises(InputError, match=r"Cannot read .*c\.tar"):

@@ -110,7 +110,7 @@ def test_numbers_count_through_the_classes_given(cli, photos, tmp_path) -> None:
     named = cli("run", tmp_path / "n.csv", "--classes", "fox,dog,cat", "-e", "tiny", "--out", tmp_path / "a.csv")
     assert named.code == 0 and "accuracy on 2 images" in named.err and "without names" not in named.err
     few = cli("run", tmp_path / "n.csv", "--classes", "fox,dog", "-e", "tiny")
-    assert few.code == 2 and "label 2, where 2 classes" in few.err
+    assert few.code == 2 and "label 2, but 2 classes" in few.err
 
 
 def test_a_folder_in_any_order_is_run_with_classes_given(cli, photos, tmp_path) -> None:
@@ -137,4 +137,4 @@ def test_the_test_part_is_taken_and_it_is_said(cli, photos, tmp_path) -> None:
     make_folders(tmp_path / "set" / "train", NAMES, images=1)
     outcome = cli("run", tmp_path / "set", "-e", "tiny", "--out", tmp_path / "a.csv")
     assert outcome.code == 0 and len(written(tmp_path / "a.csv")) == 6
-    assert f"note: the images are those of {tmp_path / 'set' / 'test'}" in outcome.err
+    assert f"note: the images are from {tmp_path / 'set' / 'test'}" in outcome.err
