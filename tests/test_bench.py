@@ -79,7 +79,7 @@ def test_ablations_switch_off_what_their_rows_say(name) -> None:
 
 
 @pytest.mark.parametrize("name", ONE)
-def test_each_experiment_runs_on_a_folder_of_ones_own(name, folders, plan) -> None:
+def test_each_experiment_runs_on_your_own_folder(name, folders, plan) -> None:
     dataset = open_dataset(folders)
     result = run_experiment(name, {"tiny": plan}, {"pets": dataset})
     ran = [row for row in result["rows"] if "accuracy" in row]
@@ -105,7 +105,7 @@ def test_experiments_share_features_and_cells(folders, plan, monkeypatch) -> Non
     assert len(list((plan.folder / "stores").iterdir())) == 1
 
 
-def test_only_the_rows_asked_for_run(folders, plan) -> None:
+def test_only_the_requested_rows_run(folders, plan) -> None:
     result = run_experiment("steps", {"tiny": plan}, {"pets": open_dataset(folders)}, ["2"])
     assert [row["row"] for row in result["rows"]] == ["2"]
     with pytest.raises(InputError, match="Unknown row '9'"):
@@ -127,7 +127,7 @@ def test_descriptions_fill_the_rows_that_need_them(folders, plan, tmp_path) -> N
 # published beside measured
 
 
-def test_published_numbers_are_ours_only_for_the_same_dataset_backbone_and_images(tmp_path, plan, monkeypatch) -> None:
+def test_published_numbers_match_only_the_same_dataset_backbone_and_images(tmp_path, plan, monkeypatch) -> None:
     make_folders(tmp_path / "sets" / "oxford_pets", [f"pet {n}" for n in range(37)], images=1)
     dataset = open_dataset(tmp_path / "sets" / "oxford_pets")
     keep = ["CLIP", "DPE"]
@@ -190,7 +190,7 @@ def test_queues_are_traced_to_the_images_that_fill_them() -> None:
         assert int(held.positions.max()) < held.images and len(held.positions.unique()) == len(held.positions)
 
 
-def test_the_map_of_queues_has_a_place_for_every_feature(tmp_path, plan, monkeypatch) -> None:
+def test_the_map_of_queues_has_coordinates_for_every_feature(tmp_path, plan, monkeypatch) -> None:
     dataset = open_dataset(make_folders(tmp_path / "more", images=6))
     result = run_experiment("tsne", {"tiny": plan}, {"more": dataset}, None, [6, 18])
     assert [moment["images"] for moment in result["moments"]] == [6, 18]
@@ -251,7 +251,7 @@ def test_a_dry_run_counts_what_is_still_to_do(folders, plan) -> None:
     assert (after.passes, after.cells, after.encoding_hours) == (0, 3, 0)
 
 
-def test_a_dry_run_knows_the_size_of_benchmarks_that_are_not_here(plan) -> None:
+def test_a_dry_run_knows_the_size_of_missing_benchmarks(plan) -> None:
     experiment = find_experiment("openclip-l14")
     costs = estimate(experiment, {"tiny": plan, "large": "no weights"}, paper_columns(experiment))
     imagenet = costs[0]
@@ -363,7 +363,7 @@ def test_systems_have_the_same_prompts_in_every_table() -> None:
             assert (row.method, row.text) == whole[row.label][1:2] + (whole[row.label].text,)
 
 
-def test_an_oracle_is_a_row_of_its_own_that_says_so_and_runs_only_when_asked_for(systems) -> None:
+def test_an_oracle_is_a_separate_row_that_runs_only_on_request(systems) -> None:
     honest, oracle = systems(["DMN-ZS", "DMN-ZS (oracle)"])
     assert "oracle" not in honest
     assert oracle["method"] == "dmn (oracle: fusion weight chosen with test labels)" and oracle["oracle"] is True
@@ -374,7 +374,7 @@ def test_an_oracle_is_a_row_of_its_own_that_says_so_and_runs_only_when_asked_for
     assert "test labels" in unasked.invalid and "--row 'DMN-ZS (oracle)'" in unasked.invalid
 
 
-def test_finished_cells_and_shards_are_not_done_again(systems, plan, monkeypatch) -> None:
+def test_finished_cells_and_shards_are_not_run_again(systems, plan, monkeypatch) -> None:
     first = systems(SYSTEMS[:2])
 
     def broken(*arguments: object, **settings: object) -> None:
@@ -423,7 +423,7 @@ def test_a_limit_encodes_so_many_images_and_no_more(systems, plan, folders, monk
     assert sum(encoded) == 4  # the same images
 
 
-def test_another_bench_in_the_same_folder_has_cells_of_its_own(systems, plan) -> None:
+def test_another_bench_in_the_same_folder_has_its_own_cells(systems, plan) -> None:
     first = systems(["DPE"])
     other = systems(["DPE"], replace(plan, seeds=(2,)))
     assert first[0]["accuracies"].keys() == {"1"} and other[0]["accuracies"].keys() == {"2"}
@@ -443,7 +443,7 @@ def test_the_command_prints_a_table_of_systems_and_json(folders, tmp_path, capsy
     assert "peak MB" in (tmp_path / "b" / "systems.md").read_text() and (tmp_path / "b" / "systems.html").exists()
 
 
-def test_rows_are_found_by_name_however_it_is_written() -> None:
+def test_rows_are_found_by_name_ignoring_case_and_spaces() -> None:
     experiment = EXPERIMENTS["systems"]
     assert [row.label for row in selected(experiment, ["dpe+coop", "Zero-Shot"])] == ["zero-shot", "DPE + CoOp"]
     assert len(selected(experiment, None)) == len(experiment.rows)

@@ -489,7 +489,7 @@ def test_words_set_the_number_of_tokens(cli, photos, tmp_path) -> None:
         (["--classes", "cat,owl"], "No training images of 'owl'"),
         (["--classes", "cat,dog", "--set", "shotss=2"], "Did you mean 'shots'"),
         (["--classes", "cat,dog", "--epochs", "0"], "epochs=0"),
-        (["--classes", "cat,dog", "--root", "x"], "goes with --split"),
+        (["--classes", "cat,dog", "--root", "x"], "--root needs --split"),
         (["--classes", "cat,dog", "--split", "x.json"], "one of the two"),
     ],
 )

@@ -39,7 +39,7 @@ def test_a_whole_tree_is_complete(cli, small, tmp_path, layout) -> None:
     assert code == 0 and out.count("complete") == 15 and "Missing" not in out
 
 
-def test_each_state_is_told_and_what_to_do_about_it(cli, small, tmp_path) -> None:
+def test_each_state_is_reported_with_what_to_do(cli, small, tmp_path) -> None:
     write_tree(tmp_path, "dtd", "coop")
     images = write_tree(tmp_path, "caltech101", "tpt")
     (images / "Faces" / "image_0426.jpg").unlink()

@@ -245,7 +245,7 @@ def test_odd_metadata_of_a_table_is_bad_input(tmp_path: Path, metadata: bytes) -
         b'{"info": {"features": {"other": {"_type": "Image"}}}}', features(names=["cat", "dog", "\ud800"]),
     ],
 )  # fmt: skip
-def test_metadata_that_says_less_is_read(tmp_path: Path, metadata: bytes) -> None:
+def test_metadata_with_missing_entries_is_read(tmp_path: Path, metadata: bytes) -> None:
     data = open_dataset(write_parquet(tmp_path / "t.parquet", metadata={"huggingface": metadata}))
     assert data.labels == [1, 0]
     check_classes(data.classnames)
@@ -319,7 +319,7 @@ def test_an_odd_saved_dataset_is_bad_input(tmp_path: Path, state: bytes) -> None
             open_dataset(tmp_path)
 
 
-def test_offsets_of_an_arrow_file_that_lead_astray_are_refused(tmp_path: Path) -> None:
+def test_invalid_offsets_of_an_arrow_file_are_refused(tmp_path: Path) -> None:
     file = fuzz_data.saved("data.arrow")(tmp_path)
     content = bytearray(file.read_bytes())
     size = len(png()).to_bytes(4, "little")
@@ -360,7 +360,7 @@ def test_text_that_no_encoder_can_read_is_refused(text: str) -> None:
         build_task(load_encoder("tiny"), ["cat", "dog"], templates=[f"{text} {{}}"])
 
 
-def test_a_link_to_itself_is_passed_over(tmp_path: Path) -> None:
+def test_a_link_to_itself_is_skipped(tmp_path: Path) -> None:
     for name in ("cat", "dog"):
         (tmp_path / "pets" / name).mkdir(parents=True)
         (tmp_path / "pets" / name / "1.png").write_bytes(png())
@@ -384,7 +384,7 @@ def test_folders_nested_a_thousand_deep_are_walked(tmp_path: Path) -> None:
 
 @pytest.fixture
 def pipe(tmp_path: Path):
-    """A folder with a pipe under each name that is looked for, and a socket."""
+    """A folder with a pipe under each name that is searched for, and a socket."""
     for name in (
         "list.txt", "t.csv", "t.jsonl", "t.tar", "t.parquet", "split.json", "classnames.txt", "d.json", "1.png",
         "variants.txt", "state.json",

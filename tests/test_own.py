@@ -86,7 +86,7 @@ def test_numbered_labels_take_their_names_from_beside(images) -> None:
         open_dataset(images / "t.csv")
 
 
-def test_part_of_the_labels_is_no_labels_and_is_said(images) -> None:
+def test_partial_labels_are_dropped_with_a_note(images) -> None:
     (images / "t.csv").write_text("pictures/b.png,cat\npictures/a.png,\n")
     data = open_dataset(images / "t.csv")
     assert data.labels is None and data.notes == ("1 of 2 images have no label, so none is scored",)

@@ -1,4 +1,4 @@
-"""Four kinds of things by name, and settings from the text a person typed."""
+"""Four kinds of entries by name, and settings from text."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ TEMPLATES = ["my {}.", "the {}."]
 
 
 def make_templates() -> list[str]:
-    """Templates that are made when asked for."""
+    """Templates that are made on first use."""
     return TEMPLATES
 
 

@@ -1,4 +1,4 @@
-"""What `testtime run` and `testtime encode` take: every form of a dataset, with the classes that it comes with."""
+"""What `testtime run` and `testtime encode` accept: every form of a dataset, with the classes that it comes with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a result depends on is part of what it goes by: nothing is scored or kept that was made from something else."""
+"""A result is identified by all that it depends on: nothing is scored or kept that was made from something else."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def write_table(file: Path, labels: list[str]) -> Path:
 
 
 def replaced(path: Path, seed: int = 1) -> None:
-    """Another picture under the same name."""
+    """Another image under the same name."""
     pixels = np.random.default_rng(seed).integers(0, 255, (36, 40, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(path)
 
@@ -79,10 +79,10 @@ def score(cli: Callable[..., Any], data: Path, out: Path, *more: object) -> dict
     return json.loads(outcome.out)["rows"][0]
 
 
-# what something goes by
+# identity
 
 
-def test_an_image_goes_by_the_size_and_the_time_of_its_file_and_its_place_there(tmp_path) -> None:
+def test_an_image_is_identified_by_its_files_size_and_time_and_its_position_there(tmp_path) -> None:
     file = tmp_path / "a.png"
     file.write_bytes(b"12345")
     others = [tmp_path / "gone", TarImage(file, "x", 0, 2), TarImage(file, "x", 2, 2), TarImage(file, "y", 0, 2)]
@@ -106,7 +106,7 @@ def test_an_image_goes_by_the_size_and_the_time_of_its_file_and_its_place_there(
     assert identity(Own(b"")) == "unreadable"
 
 
-def test_an_encoder_goes_by_its_weights_where_they_are_files(tmp_path, monkeypatch) -> None:
+def test_an_encoder_is_identified_by_its_weights_if_they_are_files(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
 
     class Named:
@@ -131,7 +131,7 @@ def test_an_encoder_goes_by_its_weights_where_they_are_files(tmp_path, monkeypat
 # eval
 
 
-def test_corrected_labels_are_scored_anew_and_nothing_is_encoded(cli, table, tmp_path, passes) -> None:
+def test_corrected_labels_are_scored_again_and_nothing_is_encoded(cli, table, tmp_path, passes) -> None:
     score(cli, table, tmp_path / "o")
     lab = Lab(tmp_path / "o", load_encoder("tiny"), open_dataset(table))
     views = torch.cat(list(lab.store(ViewPlan(), 1).chunks()))
@@ -153,7 +153,7 @@ def test_a_corrected_label_that_changes_the_classes_encodes_nothing(cli, table, 
     assert row["accuracy"] == score(cli, table, tmp_path / "fresh", "--views", 2)["accuracy"]
 
 
-def test_a_replaced_image_is_encoded_again_and_with_it_its_shard_alone(cli, pets, tmp_path, passes) -> None:
+def test_a_replaced_image_is_encoded_again_with_its_shard_only(cli, pets, tmp_path, passes) -> None:
     score(cli, pets, tmp_path / "o", "--shard", 3)
     passes.clear()
     replaced(pets / "dog" / "1.png")
@@ -165,7 +165,7 @@ def test_a_replaced_image_is_encoded_again_and_with_it_its_shard_alone(cli, pets
 
 
 def test_replaced_weights_are_used(cli, pets, tmp_path, monkeypatch, passes) -> None:
-    """An encoder whose name is a file's: what is in the file decides, and not its name."""
+    """An encoder whose name is a file's: the file's content decides, and not its name."""
     file = tmp_path / "mine.pt"
     monkeypatch.setattr("testtime.encoding.encoders.clip.load", lambda spec, *rest: named(spec, file, *rest))
     name = ["-e", f"open_clip:ViT-B-16/{file}"]
@@ -210,7 +210,7 @@ def test_labels_go_with_their_images_where_one_cannot_be_read(pets, tmp_path) ->
     assert limited.labels_of(limited.store(ViewPlan(), 1)).tolist() == truth
 
 
-def test_two_datasets_of_one_name_have_stores_of_their_own(tmp_path) -> None:
+def test_two_datasets_of_one_name_have_their_own_stores(tmp_path) -> None:
     for place in ("a", "b"):
         make_folders(tmp_path / place / "pets", images=2 if place == "a" else 3)
     labs = [Lab(tmp_path / "o", load_encoder("tiny"), open_dataset(tmp_path / place / "pets")) for place in "ab"]
@@ -218,7 +218,7 @@ def test_two_datasets_of_one_name_have_stores_of_their_own(tmp_path) -> None:
     assert labs[0].store_path(ViewPlan(), 1) != labs[1].store_path(ViewPlan(), 1)
 
 
-def test_a_change_of_the_recipe_makes_everything_anew(cli, pets, tmp_path, monkeypatch, passes) -> None:
+def test_a_change_of_the_recipe_makes_everything_again(cli, pets, tmp_path, monkeypatch, passes) -> None:
     score(cli, pets, tmp_path / "o")
     for module in ("encoding.encode", "experiments.lab"):
         monkeypatch.setattr(f"testtime.{module}.RECIPE", 2)
@@ -246,7 +246,7 @@ def test_a_rewritten_archive_is_read_again(tmp_path, passes) -> None:
     assert not torch.equal(*stores)
 
 
-def test_a_long_name_is_no_fault(cli, tmp_path) -> None:
+def test_a_long_name_is_not_an_error(cli, tmp_path) -> None:
     pets = make_folders(tmp_path / ("p" * 200), images=1)
     assert score(cli, pets, tmp_path / "o")["images"] == 3
 
@@ -311,7 +311,7 @@ def test_a_replaced_image_is_encoded_again_in_its_shard(cli, pets, tmp_path, opt
         (["--template", "the {}."], "classes or prompts"),
     ],
 )
-def test_other_settings_are_refused_with_the_way_out(cli, pets, tmp_path, options, change, said) -> None:
+def test_other_settings_are_refused_with_what_to_do(cli, pets, tmp_path, options, change, said) -> None:
     out = tmp_path / "store"
     assert cli("encode", pets, *options, "--out", out).code == 0
     before = {path.name: path.read_bytes() for path in out.iterdir()}
@@ -363,7 +363,7 @@ def test_replaced_variations_are_encoded_again(tmp_path, passes) -> None:
 
 
 @pytest.mark.parametrize("shard", [(), ("--shard", 2)])
-def test_names_that_are_no_text_are_encoded_and_found_again(cli, tmp_path, passes, shard) -> None:
+def test_names_that_are_not_text_are_encoded_and_found_again(cli, tmp_path, passes, shard) -> None:
     pets = make_folders(tmp_path / os.fsdecode(b"pets\xff"), images=1)
     for _ in range(2):
         outcome = cli("encode", pets, "-e", "tiny", "--out", tmp_path / "o", *shard)
@@ -372,7 +372,7 @@ def test_names_that_are_no_text_are_encoded_and_found_again(cli, tmp_path, passe
     assert Features(tmp_path / "o").images == tuple(str(path) for path in sorted(pets.rglob("*.png")))
 
 
-def test_one_file_is_always_encoded_anew(cli, table, tmp_path, passes) -> None:
+def test_one_file_is_always_encoded_again(cli, table, tmp_path, passes) -> None:
     out = tmp_path / "store.safetensors"
     for _ in range(2):
         passes.clear()
@@ -418,7 +418,7 @@ def test_an_index_of_another_version_or_of_something_else_is_refused(tmp_path, c
         Features(tmp_path)
 
 
-def test_a_shard_of_another_version_is_refused_wherever_it_stands(tmp_path) -> None:
+def test_a_shard_of_another_version_is_refused_at_any_position(tmp_path) -> None:
     for number, version in enumerate(("1", "2")):
         metadata = {"version": version}
         save_features(tmp_path / f"{number}.safetensors", torch.ones(3, 1, 4), torch.eye(2, 4), metadata=metadata)
@@ -427,12 +427,12 @@ def test_a_shard_of_another_version_is_refused_wherever_it_stands(tmp_path) -> N
         Features(tmp_path)
 
 
-# scores that are none
+# scores that are not finite
 
 
 @pytest.mark.filterwarnings("ignore:overflow")
 @pytest.mark.parametrize("extra", [["--json"], ["--out", "OUT"], ["--reference"], ["--shuffle"]])
-def test_scores_that_are_not_finite_are_no_answers(cli, tmp_path, extra) -> None:
+def test_scores_that_are_not_finite_are_refused(cli, tmp_path, extra) -> None:
     task, stream, labels = toy(images=40)
     path = save_features(tmp_path / "a.safetensors", stream, task.text, labels=labels)
     words = [word.replace("OUT", str(tmp_path / "o.safetensors")) for word in extra]
@@ -441,7 +441,7 @@ def test_scores_that_are_not_finite_are_no_answers(cli, tmp_path, extra) -> None
     assert not (tmp_path / "o.safetensors").exists()
 
 
-def test_a_scale_that_no_score_survives_is_refused(cli, tmp_path) -> None:
+def test_a_scale_that_overflows_every_score_is_refused(cli, tmp_path) -> None:
     task, stream, _ = toy(images=40)
     path = save_features(tmp_path / "a.safetensors", stream, task.text, scale=1e300)
     assert cli("replay", path, "--method", "zeroshot").code == 2
@@ -480,7 +480,7 @@ def test_outputs_are_other_files_than_inputs_and_than_one_another(tmp_path, monk
 
 
 @pytest.mark.parametrize("target", ["pets.csv", "pets/cat/0.png", "names.txt", "d.json", "pets"])
-def test_encode_does_not_write_over_what_it_reads(cli, table, tmp_path, target) -> None:
+def test_encode_does_not_overwrite_its_inputs(cli, table, tmp_path, target) -> None:
     (tmp_path / "names.txt").write_text("cat\ndog\nfox\n")
     (tmp_path / "d.json").write_text(json.dumps({name: ["a"] for name in ("cat", "dog", "fox")}))
     source = tmp_path / "pets" if target == "pets" else table
@@ -494,7 +494,7 @@ def test_encode_does_not_write_over_what_it_reads(cli, table, tmp_path, target) 
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
-def test_report_does_not_write_over_its_features(cli, tmp_path) -> None:
+def test_report_does_not_overwrite_its_features(cli, tmp_path) -> None:
     task, stream, labels = tt.toy(images=6)
     file = tt.save_features(tmp_path / "toy.safetensors", stream, task.text, labels=labels)
     before = file.read_bytes()
@@ -502,14 +502,14 @@ def test_report_does_not_write_over_its_features(cli, tmp_path) -> None:
     assert outcome.code == 2 and "--out would be written over FEATURES" in outcome.err and file.read_bytes() == before
 
 
-def test_encode_does_not_write_over_its_weights(cli, pets, tmp_path) -> None:
+def test_encode_does_not_overwrite_its_weights(cli, pets, tmp_path) -> None:
     (tmp_path / "mine.pt").write_bytes(b"weights")
     outcome = cli("encode", pets, "-e", f"open_clip:ViT-B-16/{tmp_path}/mine.pt", "--out", tmp_path / "mine.pt")
     assert outcome.code == 2 and "--out would be written over --encoder" in outcome.err
 
 
 @pytest.mark.parametrize("option", ["--out", "--report"])
-def test_replay_does_not_write_over_what_it_reads(cli, pets, tmp_path, option) -> None:
+def test_replay_does_not_overwrite_its_inputs(cli, pets, tmp_path, option) -> None:
     assert cli("encode", pets, "-e", "tiny", "--out", tmp_path / "store", "--shard", 4).code == 0
     before = {path.name: path.read_bytes() for path in (tmp_path / "store").iterdir()}
     for name in before:
@@ -523,7 +523,7 @@ def test_replay_does_not_write_over_what_it_reads(cli, pets, tmp_path, option) -
     assert {path.name: path.read_bytes() for path in (tmp_path / "store").iterdir()} == before
 
 
-def test_eval_does_not_write_over_what_it_reads(cli, pets, tmp_path) -> None:
+def test_eval_does_not_overwrite_its_inputs(cli, pets, tmp_path) -> None:
     described = tmp_path / "o" / "results.json"
     described.parent.mkdir()
     described.write_text(json.dumps({name: ["a"] for name in ("cat", "dog", "fox")}))
