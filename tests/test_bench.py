@@ -17,7 +17,7 @@ from testtime.experiments.catalogue import EXPERIMENTS, TEXTS
 from testtime.experiments.cost import cost_lines, estimate, paper_columns
 from testtime.experiments.plan import Plan
 from testtime.experiments.queues import watch_queues
-from testtime.experiments.run import find_columns, find_experiment, kept, page, run_experiment
+from testtime.experiments.run import find_columns, find_experiment, page, run_experiment, selected
 from testtime.experiments.scores import SAME
 from testtime.experiments.tables import markdown, remarks, report_parts, sheets
 from testtime.methods.dpe import DPE
@@ -79,7 +79,7 @@ def test_ablations_switch_off_what_their_rows_say(name) -> None:
 
 
 @pytest.mark.parametrize("name", ONE)
-def test_each_experiment_runs_on_a_folder_of_ones_own(name, folders, plan) -> None:
+def test_each_experiment_runs_on_your_own_folder(name, folders, plan) -> None:
     dataset = open_dataset(folders)
     result = run_experiment(name, {"tiny": plan}, {"pets": dataset})
     ran = [row for row in result["rows"] if "accuracy" in row]
@@ -105,7 +105,7 @@ def test_experiments_share_features_and_cells(folders, plan, monkeypatch) -> Non
     assert len(list((plan.folder / "stores").iterdir())) == 1
 
 
-def test_only_the_rows_asked_for_run(folders, plan) -> None:
+def test_only_the_requested_rows_run(folders, plan) -> None:
     result = run_experiment("steps", {"tiny": plan}, {"pets": open_dataset(folders)}, ["2"])
     assert [row["row"] for row in result["rows"]] == ["2"]
     with pytest.raises(InputError, match="Unknown row '9'"):
@@ -127,7 +127,7 @@ def test_descriptions_fill_the_rows_that_need_them(folders, plan, tmp_path) -> N
 # published beside measured
 
 
-def test_published_numbers_are_ours_only_for_the_same_dataset_backbone_and_images(tmp_path, plan, monkeypatch) -> None:
+def test_published_numbers_match_only_the_same_dataset_backbone_and_images(tmp_path, plan, monkeypatch) -> None:
     make_folders(tmp_path / "sets" / "oxford_pets", [f"pet {n}" for n in range(37)], images=1)
     dataset = open_dataset(tmp_path / "sets" / "oxford_pets")
     keep = ["CLIP", "DPE"]
@@ -186,11 +186,11 @@ def test_queues_are_traced_to_the_images_that_fill_them() -> None:
     task, stream, _ = tt.toy()
     views = stream[:, :1]
     for held in watch_queues(task, DPE(queue=2), views.split(16), [5, 60, 160]):
-        assert torch.allclose(held.features, tt.ops.unit(views[held.places, 0]), atol=1e-6)
-        assert int(held.places.max()) < held.images and len(held.places.unique()) == len(held.places)
+        assert torch.allclose(held.features, tt.ops.unit(views[held.positions, 0]), atol=1e-6)
+        assert int(held.positions.max()) < held.images and len(held.positions.unique()) == len(held.positions)
 
 
-def test_the_map_of_queues_has_a_place_for_every_feature(tmp_path, plan, monkeypatch) -> None:
+def test_the_map_of_queues_has_coordinates_for_every_feature(tmp_path, plan, monkeypatch) -> None:
     dataset = open_dataset(make_folders(tmp_path / "more", images=6))
     result = run_experiment("tsne", {"tiny": plan}, {"more": dataset}, None, [6, 18])
     assert [moment["images"] for moment in result["moments"]] == [6, 18]
@@ -251,13 +251,13 @@ def test_a_dry_run_counts_what_is_still_to_do(folders, plan) -> None:
     assert (after.passes, after.cells, after.encoding_hours) == (0, 3, 0)
 
 
-def test_a_dry_run_knows_the_size_of_benchmarks_that_are_not_here(plan) -> None:
+def test_a_dry_run_knows_the_size_of_missing_benchmarks(plan) -> None:
     experiment = find_experiment("openclip-l14")
     costs = estimate(experiment, {"tiny": plan, "large": "no weights"}, paper_columns(experiment))
     imagenet = costs[0]
     # 64 views for CLIP and DPE, one more store of one view for TDA
     assert (imagenet.images, imagenet.passes, imagenet.cells) == (50000, 50000 * 65, 3)
-    assert imagenet.why == "dataset not here" and imagenet.encoding_hours
+    assert imagenet.why == "dataset missing" and imagenet.encoding_hours
     assert costs[5].why == "no weights" and costs[5].gigabytes is None and costs[5].passes == imagenet.passes
     lines = cost_lines(costs)
     assert lines[-1][0] == "all" and lines[-1][4] == "?" and len(lines) == 12
@@ -363,18 +363,18 @@ def test_systems_have_the_same_prompts_in_every_table() -> None:
             assert (row.method, row.text) == whole[row.label][1:2] + (whole[row.label].text,)
 
 
-def test_an_oracle_is_a_row_of_its_own_that_says_so_and_runs_only_when_asked_for(systems) -> None:
+def test_an_oracle_is_a_separate_row_that_runs_only_on_request(systems) -> None:
     honest, oracle = systems(["DMN-ZS", "DMN-ZS (oracle)"])
     assert "oracle" not in honest
     assert oracle["method"] == "dmn (oracle: fusion weight chosen with test labels)" and oracle["oracle"] is True
     assert oracle["settings"]["fusion_memory"] == oracle["weight"]["1"]
     assert oracle["accuracy"] == max(oracle["accuracy_by_weight"]["1"].values())
     assert oracle["accuracy_by_weight"]["1"]["1"] == honest["accuracy"]
-    unasked = next(row for row in kept(EXPERIMENTS["systems"], None) if row.oracle)
+    unasked = next(row for row in selected(EXPERIMENTS["systems"], None) if row.oracle)
     assert "test labels" in unasked.invalid and "--row 'DMN-ZS (oracle)'" in unasked.invalid
 
 
-def test_finished_cells_and_shards_are_not_done_again(systems, plan, monkeypatch) -> None:
+def test_finished_cells_and_shards_are_not_run_again(systems, plan, monkeypatch) -> None:
     first = systems(SYSTEMS[:2])
 
     def broken(*arguments: object, **settings: object) -> None:
@@ -423,7 +423,7 @@ def test_a_limit_encodes_so_many_images_and_no_more(systems, plan, folders, monk
     assert sum(encoded) == 4  # the same images
 
 
-def test_another_bench_in_the_same_folder_has_cells_of_its_own(systems, plan) -> None:
+def test_another_bench_in_the_same_folder_has_its_own_cells(systems, plan) -> None:
     first = systems(["DPE"])
     other = systems(["DPE"], replace(plan, seeds=(2,)))
     assert first[0]["accuracies"].keys() == {"1"} and other[0]["accuracies"].keys() == {"2"}
@@ -443,9 +443,9 @@ def test_the_command_prints_a_table_of_systems_and_json(folders, tmp_path, capsy
     assert "peak MB" in (tmp_path / "b" / "systems.md").read_text() and (tmp_path / "b" / "systems.html").exists()
 
 
-def test_rows_are_found_by_name_however_it_is_written() -> None:
+def test_rows_are_found_by_name_ignoring_case_and_spaces() -> None:
     experiment = EXPERIMENTS["systems"]
-    assert [row.label for row in kept(experiment, ["dpe+coop", "Zero-Shot"])] == ["zero-shot", "DPE + CoOp"]
-    assert len(kept(experiment, None)) == len(experiment.rows)
+    assert [row.label for row in selected(experiment, ["dpe+coop", "Zero-Shot"])] == ["zero-shot", "DPE + CoOp"]
+    assert len(selected(experiment, None)) == len(experiment.rows)
     with pytest.raises(InputError, match="Did you mean 'tda'"):
-        kept(experiment, ["tdaa"])
+        selected(experiment, ["tdaa"])

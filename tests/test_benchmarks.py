@@ -20,13 +20,13 @@ def test_the_fifteen_have_the_sizes_of_the_paper() -> None:
 
 
 @pytest.mark.parametrize("row", BENCHMARKS, ids=lambda row: row.name)
-def test_every_row_says_where_it_lies_and_where_it_comes_from(row) -> None:
+def test_every_row_has_its_folders_and_its_source(row) -> None:
     tree = TREES[row.name]
     assert (row.coop, row.tpt, row.split) == (tree.coop, tree.tpt, tree.split)
     assert row.source.startswith("https://") and row.archive and row.terms
 
 
-def test_names_are_found_however_they_are_written() -> None:
+def test_names_are_found_in_any_spelling() -> None:
     assert benchmark("OxfordPets") is benchmark("oxford_pets") is benchmark("oxford-pets")
     with pytest.raises(UnknownName, match="Did you mean 'imagenet-a'"):
         benchmark("imagnet-a")
@@ -42,7 +42,7 @@ def test_released_and_printed_prompts_differ_where_the_code_and_the_paper_do() -
     assert len(templates("stanford-cars")) == 2 and templates("ucf101") == ("a photo of a person doing {}.",)
 
 
-def test_every_prompt_has_room_for_the_class() -> None:
+def test_every_prompt_has_a_slot_for_the_class() -> None:
     for row in BENCHMARKS:
         for track in ("released", "paper"):
             assert all(text.count("{}") == 1 for text in templates(row.name, track))

@@ -48,7 +48,7 @@ def test_a_finished_cell_is_read_and_not_run_again(lab, monkeypatch) -> None:
     assert run_cells(lab, [Cell(DPE()), Cell(ZeroShot())]) == first[::-1]
 
 
-def test_results_hold_no_times_and_times_lie_apart(lab) -> None:
+def test_results_hold_no_times_and_times_are_stored_separately(lab) -> None:
     run_cells(lab, [Cell(ZeroShot())])
     record = json.loads(lab.path(Cell(ZeroShot())).read_text())
     assert not {"seconds", "machine", "torch"} & record.keys()
@@ -87,7 +87,7 @@ def test_one_view_needs_one_store_for_every_seed_and_several_need_their_own(lab)
     assert len(list((lab.folder / "stores").iterdir())) == 1
 
 
-def test_features_are_found_again_however_the_folder_is_spelled(lab, tmp_path, monkeypatch) -> None:
+def test_features_are_found_again_however_the_folder_is_written(lab, tmp_path, monkeypatch) -> None:
     lab.store(ViewPlan(), 1)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(type(lab.encoder), "encode_images", None)
@@ -125,7 +125,7 @@ def test_an_unreadable_image_is_skipped_and_counted(lab) -> None:
     assert any("skipped" in line for line in lab.report.__self__)  # type: ignore[attr-defined]
 
 
-def test_cells_that_fit_no_memory_together_run_in_parts(lab, monkeypatch) -> None:
+def test_cells_that_do_not_fit_in_memory_together_run_in_parts(lab, monkeypatch) -> None:
     counts = []
     real = cells.sweep
     monkeypatch.setattr(cells, "sweep", lambda task, methods, s: counts.append(len(methods)) or real(task, methods, s))
@@ -135,7 +135,7 @@ def test_cells_that_fit_no_memory_together_run_in_parts(lab, monkeypatch) -> Non
     assert counts == [2, 2, 1]
 
 
-def test_cells_that_run_alone_have_costs_of_their_own(lab, monkeypatch) -> None:
+def test_cells_that_run_alone_have_their_own_costs(lab, monkeypatch) -> None:
     grid = [Cell(DPE(beta=float(b))) for b in range(2)]
     together = run_cells(lab, grid)
     assert cells.costs(lab, grid[0])["peak_megabytes"] is None  # which a run beside others cannot tell

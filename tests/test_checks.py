@@ -71,7 +71,7 @@ class Broken(Base):
     ("fault", "promise"),
     [
         ("NaN", "finite"),
-        ("impure", "old state alone"),
+        ("impure", "not modify the old state"),
         ("grows", "shapes and types"),
         ("order", "class order"),
         ("random", "same logits"),
@@ -83,7 +83,7 @@ def test_a_broken_promise_is_named(fault: str, promise: str, monkeypatch: pytest
     task, stream, _ = tt.toy(images=12, views=4)
     named = {
         "finite": checks.finite_logits,
-        "old state alone": checks.pure_steps,
+        "not modify the old state": checks.pure_steps,
         "shapes and types": checks.fixed_state,
         "class order": checks.class_order_irrelevant,
         "same logits": checks.pure_steps,
@@ -157,7 +157,7 @@ def test_the_tiny_encoder_keeps_every_promise(dtype: torch.dtype) -> None:
         ("any shape", r"images \(3, H, W\) are refused as InputError"),
         ("letters", "texts that are one string are refused"),
         ("blind", "different images have different features"),
-        ("prompts", "soft prompts begin at texts; they differ by"),
+        ("prompts", "soft prompts start at texts; they differ by"),
         ("name", "loaded again, images are the same"),
     ],
 )
@@ -216,7 +216,7 @@ class Shaken(list):  # type: ignore[type-arg]
         (lambda data: {"classnames": ["cat", "", "fox"]}, "class names can be used; Class name 2 of 3 is empty"),
         (lambda data: {"paths": [*data.paths[:-1], Path("gone.png")]}, "image 11 is not: gone.png: no such file"),
         (lambda data: {"paths": Shaken(data.paths)}, "same order every time"),
-        (lambda data: {"paths": [*data.paths[:-1], data.paths[0]]}, "a name of its own; 1 of 12 share one"),
+        (lambda data: {"paths": [*data.paths[:-1], data.paths[0]]}, "a unique name; 1 of 12 share one"),
     ],
 )
 def test_a_dataset_s_broken_promise_is_named(pets: Dataset, changed: Any, promise: str) -> None:

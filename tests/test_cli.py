@@ -101,7 +101,7 @@ def test_replay_without_json_shows_a_table(cli, store) -> None:
         (["--out", "/proc/nowhere/o.safetensors"], "/proc/nowhere"),
     ],
 )
-def test_wrong_options_of_replay_exit_with_two_and_say_the_way_out(cli, store, arguments, said) -> None:
+def test_wrong_options_of_replay_exit_with_two_and_say_what_to_do(cli, store, arguments, said) -> None:
     outcome = cli("replay", store, *arguments)
     assert outcome.code == 2 and said in outcome.err
 
@@ -186,7 +186,7 @@ def test_run_takes_a_glob_a_list_and_standard_input(cli, photos, tmp_path, monke
     assert "fox/2.png" in cli("run", "-", "--classes", CLASSES, "-e", "tiny").out.splitlines()[1]
 
 
-def test_a_saved_state_goes_on_where_it_was(cli, photos, tmp_path) -> None:
+def test_a_saved_state_resumes_where_it_stopped(cli, photos, tmp_path) -> None:
     common = ["--classes", CLASSES, "-e", "tiny", "--views", 4]
     cli("run", photos, *common, "--out", tmp_path / "whole.csv")
     cli(
@@ -208,7 +208,7 @@ def test_a_saved_state_goes_on_where_it_was(cli, photos, tmp_path) -> None:
     assert rows(tmp_path / "parts.csv") == rows(tmp_path / "whole.csv")
 
 
-def test_rows_newer_than_the_state_are_done_again(cli, photos, tmp_path) -> None:
+def test_rows_newer_than_the_state_are_run_again(cli, photos, tmp_path) -> None:
     common = ["--classes", CLASSES, "-e", "tiny"]
     cli("run", photos, *common, "--out", tmp_path / "whole.csv")
     cli(
@@ -233,7 +233,7 @@ def test_resuming_with_other_classes_is_refused(cli, photos, tmp_path) -> None:
     state = tmp_path / "s.safetensors"
     cli("run", photos, "--classes", CLASSES, "-e", "tiny", "--limit", 2, "--save", state)
     outcome = cli("run", photos, "--classes", "cat,dog,owl", "-e", "tiny", "--resume", state)
-    assert outcome.code == 2 and "'fox' there, 'owl' here" in outcome.err
+    assert outcome.code == 2 and "'fox' saved, 'owl' given" in outcome.err
 
 
 def spoil(photos: Path) -> dict[str, Path]:
@@ -255,7 +255,7 @@ def spoil(photos: Path) -> dict[str, Path]:
     return {name: folder / name for name in ("text.jpg", "cut.jpg", "huge.png")}
 
 
-def test_bad_images_are_reported_and_skipped_and_the_stream_goes_on(cli, photos, tmp_path) -> None:
+def test_bad_images_are_reported_and_skipped(cli, photos, tmp_path) -> None:
     bad = spoil(photos)
     outcome = cli("run", photos, "--classes", CLASSES, "-e", "tiny", "--out", tmp_path / "a.csv")
     assert outcome.code == 0
@@ -284,20 +284,20 @@ def test_strict_stops_at_a_bad_image_and_keeps_what_was_written(cli, photos, tmp
         (["EMPTY", "--classes", CLASSES], "EMPTY"),
         (["PHOTOS", "--classes", "cat"], "two classes or more"),
         (["PHOTOS", "--classes", "cat,dog,cat"], "cat"),
-        (["PHOTOS/cat"], "comes without class names. Say what to tell apart: --classes"),
+        (["PHOTOS/cat"], "has no class names. Name the classes with --classes"),
         (["PHOTOS", "--classes", CLASSES, "--classes-file", "f.txt"], "one of the two"),
         (["caltech101"], "--root"),
         (["caltech101", "--root", "PHOTOS"], "Caltech101 is not in"),
         (["caltech11", "--root", "PHOTOS"], "Did you mean 'caltech101'"),
         (["EMPTY/a.csv"], "lists no images"),
-        (["EMPTY/a.tar"], "no plain tar file"),
-        (["EMPTY/a.docx", "--classes", CLASSES], "is no dataset"),
+        (["EMPTY/a.tar"], "not a plain tar file"),
+        (["EMPTY/a.docx", "--classes", CLASSES], "is not a dataset"),
         (["PHOTOS", "--limit", "0"], "at least one"),
         (["PHOTOS", "--classes-file", "none.txt"], "none.txt"),
         (["PHOTOS", "--classes", CLASSES, "--method", "dbe"], "Did you mean 'dpe'"),
         (["PHOTOS", "--classes", CLASSES, "--encoder", "ofline"], "Did you mean 'offline'"),
         (["PHOTOS", "--classes", CLASSES, "-e", "tiny", "--views", "0"], "views"),
-        (["PHOTOS", "--classes", CLASSES, "-e", "tiny", "--format", "xml"], "csv or jsonl"),
+        (["PHOTOS", "--classes", CLASSES, "-e", "tiny", "--format", "xml"], "csv, jsonl"),
         (["PHOTOS", "--classes", CLASSES, "-e", "tiny", "--resume", "none.safetensors"], "none.safetensors"),
         (["PHOTOS", "--classes", CLASSES, "-e", "tiny", "--template", "a photo"], "'a photo' has no {}"),
         (["PHOTOS", "--classes", CLASSES, "-e", "tiny", "--template", "imagenet8"], "Did you mean 'imagenet80'"),
@@ -341,7 +341,7 @@ def test_an_interrupt_loses_nothing_that_was_written(photos, tmp_path) -> None:
     assert tt.Session.load(state).count == len(done)
 
 
-def test_a_place_that_cannot_be_written_is_noticed_before_the_first_image(cli, photos, store, tmp_path) -> None:
+def test_an_unwritable_path_is_refused_before_the_first_image(cli, photos, store, tmp_path) -> None:
     for place in ("--save", "--report"):
         outcome = cli("run", photos, "-e", "tiny", "--out", tmp_path / "a.csv", place, "/proc/none/x")
         assert outcome.code == 2 and "Cannot write /proc/none/x" in outcome.err
@@ -359,26 +359,26 @@ def test_a_run_in_which_nothing_can_be_read_is_wrong_input(cli, tmp_path) -> Non
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "a.png").write_text("no picture")
     outcome = cli("run", tmp_path / "bad", "--classes", CLASSES, "-e", "tiny")
-    assert outcome.code == 2 and "None of the images could be read, 1 of 1" in outcome.err
+    assert outcome.code == 2 and "None of the images could be read; 1 of 1" in outcome.err
 
 
-def test_options_that_a_saved_session_overrules_are_named(cli, photos, tmp_path) -> None:
+def test_options_that_a_saved_session_overrides_are_named(cli, photos, tmp_path) -> None:
     state = tmp_path / "s.safetensors"
     run = ["run", photos, "-e", "tiny", "--method", "tda"]
     assert cli(*run, "--save", state).code == 0
     again = cli(*run, "--resume", state)
-    assert "own settings: tda, 1 view, seed 0" in again.err and "cannot change that" not in again.err
+    assert "own settings: tda, 1 view, seed 0" in again.err and "ignored in favour" not in again.err
     other = cli("run", photos, "-e", "tiny", "--resume", state, "--method", "dpe", "--set", "alpha=3", "--seed", "4")
-    assert "--method, --set, --seed given here cannot change that" in other.err
+    assert "--method, --set, --seed ignored in favour of the saved state" in other.err
     shuffled = cli("run", photos, "-e", "tiny", "--resume", state, "--shuffle", "--seed", "4")
-    assert "cannot change that" not in shuffled.err  # the seed is for the order
+    assert "ignored in favour" not in shuffled.err  # the seed is for the order
 
 
 def test_a_run_that_was_finished_says_so(cli, photos, tmp_path) -> None:
     run = ["run", photos, "-e", "tiny", "--out", tmp_path / "a.csv", "--save", tmp_path / "s.safetensors"]
     cli(*run)
     again = cli(*run, "--resume", tmp_path / "s.safetensors", "--report", tmp_path / "r.html")
-    assert again.code == 0 and "All 12 images are in" in again.err and len(rows(tmp_path / "a.csv")) == 12
+    assert again.code == 0 and "All 12 images are already in" in again.err and len(rows(tmp_path / "a.csv")) == 12
 
 
 # encode
@@ -417,7 +417,7 @@ def test_encode_refuses_a_folder_of_nothing_but_bad_images(cli, tmp_path) -> Non
 
 
 @pytest.mark.parametrize("what", ["methods", "encoders", "datasets", "prompts"])
-def test_lists_name_what_there_is(cli, what) -> None:
+def test_lists_name_what_is_available(cli, what) -> None:
     outcome = cli("list", what)
     expected = {"methods": "dpe", "encoders": "open_clip", "datasets": "FOLDER", "prompts": "imagenet80"}[what]
     assert outcome.code == 0 and expected in outcome.out
@@ -443,11 +443,11 @@ def test_every_command_has_help_with_an_example(cli, command) -> None:
 
 def test_help_fills_the_line_and_asks_for_no_value_of_a_flag(cli) -> None:
     shown = " ".join(cli("run", "--help").out.split())
-    assert "whether the image was learned from. Where the images" in shown
+    assert "whether the image was learned from. If the images" in shown
     lines = [line for line in cli("run", "--help").out.splitlines() if "--shuffle " in line]
     assert lines and "<bool>" not in lines[0]
     wide = [line for line in cli("run", "--help").out.splitlines() if "Every row holds" in line]
-    assert "learned from. Where" in wide[0]  # two lines of the source
+    assert "learned from. If" in wide[0]  # two lines of the source
 
 
 def test_version_names_the_library_that_numbers_depend_on(cli) -> None:
@@ -460,7 +460,7 @@ def test_debug_shows_the_traceback(capfd, store) -> None:
     assert "Traceback" in capfd.readouterr().err
 
 
-def test_a_closed_pipe_is_no_failure(store) -> None:
+def test_a_closed_pipe_is_not_a_failure(store) -> None:
     command = f"{sys.executable} -m testtime.cli.app replay {store} --json | true"
     done = subprocess.run(
         ["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, env=dict(os.environ)
@@ -468,7 +468,7 @@ def test_a_closed_pipe_is_no_failure(store) -> None:
     assert "Traceback" not in done.stderr and done.returncode == 0
 
 
-def test_a_full_disk_and_a_folder_that_may_not_be_read_are_said_in_a_line(cli, photos, tmp_path, monkeypatch) -> None:
+def test_a_full_disk_and_an_unreadable_folder_are_one_line_errors(cli, photos, tmp_path, monkeypatch) -> None:
     if os.path.exists("/dev/full"):
         outcome = cli("run", photos, "-e", "tiny", "--out", "/dev/full")
         assert outcome.code == 2 and "Cannot write /dev/full: No space left on device" in outcome.err

@@ -467,8 +467,8 @@ def test_a_split_names_the_training_images(cli, photos, tmp_path) -> None:
     assert code == 0 and "6 images of 3 classes" in err
     assert load_prompt(tmp_path / "p.safetensors").tokens.shape == (3, 4, 64)
     (tmp_path / "empty").mkdir()
-    code, _, err = cli(*learn, "--root", tmp_path / "empty", "--out", tmp_path / "q.safetensors")
-    assert code == 2 and "give the folder that the split's paths start from" in err
+    code, _, said = cli(*learn, "--root", tmp_path / "empty", "--out", tmp_path / "q.safetensors")
+    assert code == 2 and "give the folder that the paths are relative to" in said
     (tmp_path / "split.json").write_text("[]")
     code, _, err = cli(*learn, "--root", photos, "--out", tmp_path / "q.safetensors")
     assert code == 2 and "is not a split file" in err
@@ -489,7 +489,7 @@ def test_words_set_the_number_of_tokens(cli, photos, tmp_path) -> None:
         (["--classes", "cat,owl"], "No training images of 'owl'"),
         (["--classes", "cat,dog", "--set", "shotss=2"], "Did you mean 'shots'"),
         (["--classes", "cat,dog", "--epochs", "0"], "epochs=0"),
-        (["--classes", "cat,dog", "--root", "x"], "goes with --split"),
+        (["--classes", "cat,dog", "--root", "x"], "--root needs --split"),
         (["--classes", "cat,dog", "--split", "x.json"], "one of the two"),
     ],
 )

@@ -36,10 +36,10 @@ def test_a_whole_tree_is_complete(cli, small, tmp_path, layout) -> None:
     assert [row["name"] for row in found] == list(TREES)
     assert all(row["layout"].lower() in (layout, "both") and row["images"] == row["expected_images"] for row in found)
     code, out, _ = cli("data", "check", tmp_path)
-    assert code == 0 and out.count("complete") == 15 and "Not there" not in out
+    assert code == 0 and out.count("complete") == 15 and "Missing" not in out
 
 
-def test_each_state_is_told_and_what_to_do_about_it(cli, small, tmp_path) -> None:
+def test_each_state_is_reported_with_what_to_do(cli, small, tmp_path) -> None:
     write_tree(tmp_path, "dtd", "coop")
     images = write_tree(tmp_path, "caltech101", "tpt")
     (images / "Faces" / "image_0426.jpg").unlink()
@@ -57,7 +57,7 @@ def test_each_state_is_told_and_what_to_do_about_it(cli, small, tmp_path) -> Non
     assert "is not a split file" in found["food101"]["notes"][0]
     assert "UCF-101-midframes.zip from https://" in found["ucf101"]["notes"][0]
     code, out, _ = cli("data", "check", tmp_path)
-    assert code == 1 and "Not there: 11 of 15" in out and "UCF-101-midframes.zip" in out
+    assert code == 1 and "Missing: 11 of 15" in out and "UCF-101-midframes.zip" in out
     assert "caltech101: 1 of its 3 test images are missing; 1 of 3 listed images" in " ".join(out.split())
     assert "imagenet-v2: 1 more than the 5 images of its test part" in " ".join(out.split())
 
@@ -78,7 +78,7 @@ def test_a_wrong_root_is_wrong_input(cli, tmp_path) -> None:
     code, out, err = cli("data", "check", tmp_path / "nowhere")
     assert code == 2 and "No folder" in err and out == ""
     code, out, err = cli("data", "check", tmp_path)
-    assert code == 2 and "None of the 15 benchmarks" in err and "Not there: 15 of 15" in out
+    assert code == 2 and "None of the 15 benchmarks" in err and "Missing: 15 of 15" in out
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -97,8 +97,8 @@ def test_info_says_what_there_is_to_know(cli) -> None:
     assert code == 0 and "30,000 images, 200 classes" in out and "imagenet-rendition/imagenet-r" in out
     assert "and 73 more" in out and "art of the {}." in out
     code, out, _ = cli("data", "info", "dtd", "--json")
-    facts = json.loads(out)
-    assert facts["images"] == 1692 and facts["templates"] == {"released": ["{} texture."], "paper": ["{} texture."]}
+    row = json.loads(out)
+    assert row["images"] == 1692 and row["templates"] == {"released": ["{} texture."], "paper": ["{} texture."]}
     assert "split_zhou_DescribableTextures.json" in cli("data", "info", "dtd")[1]
     code, _, err = cli("data", "info", "dttd")
     assert code == 2 and "Did you mean 'dtd'" in err

@@ -62,12 +62,12 @@ def test_missing_images_and_folders_are_named(folders, tmp_path) -> None:
         open_dataset(tmp_path / "single")
 
 
-def test_folders_that_are_no_classes_hold_images_without_labels(folders) -> None:
+def test_folders_that_are_not_classes_hold_images_without_labels(folders) -> None:
     Image.new("RGB", (8, 8)).save(folders / "loose.png")
     mixed = open_dataset(folders)
     assert len(mixed) == 5 and mixed.labels is None and mixed.classnames == []
-    assert mixed.notes == ("1 images lie in no class folder, loose.png first",)
-    with pytest.raises(InputError, match=r"1 images lie in no class folder, loose\.png first"):
+    assert mixed.notes == ("1 images are in no class folder, loose.png first",)
+    with pytest.raises(InputError, match=r"1 images are in no class folder, loose\.png first"):
         read_folders(folders)
     with pytest.raises(InputError, match=r"no labels to score with \(.*loose\.png first\)"):
         find_dataset(str(folders))
@@ -77,7 +77,7 @@ def test_folders_that_are_no_classes_hold_images_without_labels(folders) -> None
     assert len(alone) == 5 and alone.labels is None
 
 
-def test_labels_are_told_by_the_names_asked_for(folders) -> None:
+def test_labels_are_matched_to_the_names_given(folders) -> None:
     data = open_dataset(folders)
     assert labels_among(data, ["Grand Piano", "dog", "cat"]) == [2, 2, 0, 0]
     assert labels_among(data, ["cat", "dog"]) == [0, 0, None, None]
@@ -89,7 +89,7 @@ def test_labels_are_told_by_the_names_asked_for(folders) -> None:
     assert labels_among(replace(data, classnames=["sunglasses"] * 2), ["sunglasses"] * 2) == [0, 0, 1, 1]
     numbered = replace(data, classnames=["0", "1"])
     assert labels_among(numbered, ["cat", "piano", "dog"]) == [0, 0, 1, 1]
-    with pytest.raises(InputError, match="label 1, where 1 classes"):
+    with pytest.raises(InputError, match="label 1, but 1 classes"):
         labels_among(numbered, ["cat"])
 
 
@@ -122,8 +122,8 @@ def test_images_in_shards_are_encoded_as_files_are(tmp_path, folders) -> None:
                   resume=True, on_skip=None) == 4  # fmt: skip
 
 
-def test_a_name_that_is_nothing_says_what_a_dataset_is() -> None:
-    with pytest.raises(InputError, match="nor a benchmark of that name"):
+def test_an_unknown_name_is_told_what_a_dataset_is() -> None:
+    with pytest.raises(InputError, match="No folder, file or benchmark"):
         open_dataset("imagenett")
 
 

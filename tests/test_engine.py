@@ -62,7 +62,7 @@ def test_step_predicts_and_then_learns(session, stream):
         assert_close(ours.float(), plain.float(), "arithmetic")
 
 
-def test_a_prediction_says_what_and_how_surely(session, stream):
+def test_a_prediction_has_a_label_and_a_confidence(session, stream):
     learned = []
     for views in stream:
         frozen = session.task.zero_shot(views[0])
@@ -103,7 +103,7 @@ def test_scan_in_chunks_is_scan(session, stream):
     assert torch.equal(whole, torch.cat([other.scan(stream[:7]), other.scan(stream[7:8]), other.scan(stream[8:])]))
 
 
-def test_forks_learn_apart(session, stream):
+def test_forks_learn_independently(session, stream):
     before = snapshot(session)
     fork = session.fork()
     fork.scan(stream)
@@ -221,7 +221,7 @@ def test_features_that_overflow_in_the_cast_are_refused(session, stream):
     assert_unchanged(session, before)
 
 
-def test_a_chunk_is_taken_whole_or_not_at_all(session, stream):
+def test_a_chunk_is_processed_completely_or_not_at_all(session, stream):
     before = snapshot(session)
     stream = stream.clone()
     stream[5, 2, 0] = torch.nan
@@ -231,7 +231,7 @@ def test_a_chunk_is_taken_whole_or_not_at_all(session, stream):
 
 
 @pytest.mark.parametrize("shape", [(), (2, 3, 4, 32)])
-def test_features_of_no_known_shape_are_refused(session, shape):
+def test_features_of_unknown_shape_are_refused(session, shape):
     before = snapshot(session)
     with pytest.raises(FeatureError):
         session.step(torch.ones(shape))
@@ -243,7 +243,7 @@ def test_features_of_no_known_shape_are_refused(session, shape):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("method", ["dpe", "zeroshot"])
-def test_a_loaded_session_goes_on_bit_for_bit(tmp_path, dtype, method):
+def test_a_loaded_session_resumes_bit_for_bit(tmp_path, dtype, method):
     task, stream, _ = toy(dtype=dtype)
     session = Session(task, method)
     session.scan(stream[:50])
@@ -266,7 +266,7 @@ def test_a_file_holds_everything(session, tmp_path):
     assert loaded.save(tmp_path / "b.safetensors").read_bytes() == path.read_bytes()
 
 
-def test_a_file_says_where_in_the_input_the_session_is(session, stream, tmp_path):
+def test_a_file_records_the_position_in_the_input(session, stream, tmp_path):
     session.position = 23  # three images could not be read
     path = session.save(tmp_path / "a.safetensors")
     loaded = Session.load(path)
@@ -275,7 +275,7 @@ def test_a_file_says_where_in_the_input_the_session_is(session, stream, tmp_path
     assert (loaded.count, loaded.position) == (25, 28)
 
 
-def test_an_older_file_that_does_not_say_it_has_no_gaps(session, tmp_path):
+def test_an_older_file_without_a_position_has_no_gaps(session, tmp_path):
     session.position = 23
     path = rewritten(saved(session, tmp_path), drop="position")
     loaded = Session.load(path)
@@ -293,7 +293,7 @@ save_file({"logits": logits}, sys.argv[4])
 """
 
 
-def test_a_new_process_goes_on_bit_for_bit(session, stream, tmp_path):
+def test_a_new_process_resumes_bit_for_bit(session, stream, tmp_path):
     names = [str(tmp_path / name) for name in ("before", "views", "after", "logits")]
     session.save(names[0])
     save_file({"views": stream.contiguous()}, names[1])
@@ -372,7 +372,7 @@ def test_loading_with_the_same_task_is_fine(session, tmp_path):
 def test_another_class_list_is_refused(session, tmp_path):
     path = saved(session, tmp_path)
     other = replace(session.task, classnames=names_of(session.task, class_3="tiger"))
-    with pytest.raises(StateError, match=r"a\.safetensors holds 8 classes.*'class 3' there, 'tiger' here"):
+    with pytest.raises(StateError, match=r"a\.safetensors holds 8 classes.*'class 3' saved, 'tiger' given"):
         Session.load(path, other)
 
 
@@ -380,7 +380,7 @@ def test_the_same_classes_in_another_order_are_refused(session, tmp_path):
     path = saved(session, tmp_path)
     task = session.task
     other = replace(task, text=task.text.flip(0), classnames=task.classnames[::-1])
-    with pytest.raises(StateError, match="'class 0' there, 'class 7' here"):
+    with pytest.raises(StateError, match="'class 0' saved, 'class 7' given"):
         Session.load(path, other)
 
 
@@ -461,7 +461,7 @@ def test_damaged_metadata_is_refused(session, tmp_path, key, value):
         Session.load(path)
 
 
-def test_files_that_are_no_sessions_are_refused(session, tmp_path):
+def test_files_that_are_not_sessions_are_refused(session, tmp_path):
     text = tmp_path / "notes.txt"
     text.write_text("not tensors at all, but long enough to look like something")
     with pytest.raises(StateError, match=r"notes\.txt"):
@@ -536,7 +536,7 @@ def test_run_is_one_step_after_another_in_order(encoder):
     assert session.count == session.position == 8
 
 
-def test_a_second_run_goes_on_where_the_first_ended(encoder):
+def test_a_second_run_continues_where_the_first_ended(encoder):
     images = [picture(seed) for seed in range(8)]
     session, other = viewing(encoder, views=3, seed=5), viewing(encoder, views=3, seed=5)
     found = [*session.run(images[:3]), *session.run(images[3:])]
@@ -587,7 +587,7 @@ def photographs(tmp_path) -> list[Path]:
     return paths
 
 
-def test_run_hands_bad_images_over_and_goes_on(encoder, photographs):
+def test_run_passes_bad_images_to_the_handler_and_continues(encoder, photographs):
     session, other = viewing(encoder, views=2), viewing(encoder, views=2)
     bad = []
     found = list(session.run(photographs, on_error=lambda source, error: bad.append((source, error))))
@@ -612,7 +612,7 @@ def test_whether_an_image_can_be_read_changes_no_view_of_those_after_it(encoder,
     assert all(torch.equal(found[1][path], logits) for path, logits in found[0].items())
 
 
-def test_run_that_ends_with_a_bad_image_has_passed_it(encoder, photographs):
+def test_run_that_ends_with_a_bad_image_moves_past_it(encoder, photographs):
     session = viewing(encoder)
     list(session.run(photographs[:5], on_error=lambda *_: None))
     assert (session.count, session.position) == (3, 5)
@@ -628,7 +628,7 @@ def test_run_without_a_handler_stops_at_the_bad_image(encoder, photographs):
     assert session.count == session.position == 2
 
 
-def test_views_depend_on_the_seed_and_on_the_place_in_the_stream(encoder):
+def test_views_depend_on_the_seed_and_the_position_in_the_stream(encoder):
     session = viewing(encoder, views=4, multi_view_prediction=True, selection=1.0)
     first = session.predict(picture(0)).logits
     other = viewing(encoder, views=4, multi_view_prediction=True, selection=1.0, seed=1)
@@ -665,5 +665,5 @@ def test_an_image_without_an_encoder_is_refused(session):
 
 
 def test_an_encoder_of_another_dimension_is_refused():
-    with pytest.raises(InputError, match="random:24 gives 24 features, the task has 32"):
+    with pytest.raises(InputError, match="random:24 has feature size 24, the task has 32"):
         Session(toy()[0], encoder=RandomEncoder(24))

@@ -29,7 +29,7 @@ def plan(tmp_path) -> Plan:
     return Plan(tmp_path / "out", load_encoder("tiny"), seeds=(1, 2, 3), report=lambda line: None)
 
 
-def test_killed_at_twenty_moments_it_ends_in_the_same_bytes(tmp_path) -> None:
+def test_killed_at_twenty_points_it_ends_in_the_same_bytes(tmp_path) -> None:
     data = make_folders(tmp_path / "pets", images=5)
     script = Path(__file__).parent / "kill_eval.py"
     done = subprocess.run(
@@ -65,7 +65,7 @@ def test_the_spread_is_the_sample_deviation() -> None:
     assert summary([{"accuracy": 0.5} | rest, {"not run": "no"}], (1, 2)) == {"not run": "no"}
 
 
-def test_recipes_decide_on_settings_views_and_templates(plan, tmp_path) -> None:
+def test_recipes_set_settings_views_and_templates(plan, tmp_path) -> None:
     caltech = recipe("caltech101")
     assert plan.method("dpe", caltech).alpha == 6
     tuned = Plan(tmp_path, plan.encoder, track="per-dataset")
@@ -97,7 +97,7 @@ def test_benchmarks_are_found_by_name_under_a_root(tmp_path) -> None:
     assert find_dataset(str(tmp_path / "sets" / "dtd")).name == "dtd"
     with pytest.raises(InputError, match="EuroSAT is not in"):
         find_dataset("eurosat", tmp_path / "sets")
-    with pytest.raises(InputError, match="say where it lies"):
+    with pytest.raises(InputError, match="is a benchmark: give --root"):
         find_dataset("eurosat")
     (tmp_path / "loose").mkdir()
     (tmp_path / "sets" / "dtd" / "images" / "texture 0" / "0.png").rename(tmp_path / "loose" / "a.png")
@@ -125,7 +125,7 @@ def test_text_is_described_in_words() -> None:
     assert described(both | {"templates": []}) == "descriptions abc"
 
 
-def test_the_command_writes_tables_and_goes_on(pets, tmp_path, capsys) -> None:
+def test_the_command_writes_tables_and_resumes(pets, tmp_path, capsys) -> None:
     arguments = ["eval", pets, "--encoder", "tiny", "--methods", "zeroshot, difftpt", "--out", tmp_path / "o"]
     assert command(*arguments) == 0
     assert "zeroshot" in capsys.readouterr().out
@@ -152,7 +152,7 @@ def test_the_command_loads_no_encoder_where_nothing_is_left_to_do(pets, tmp_path
     assert command(*arguments, "--encoder", "tiny:4") == 2 and "asked for tiny:4" in capsys.readouterr().err
 
 
-def test_features_that_are_there_are_enough_for_another_method(pets, tmp_path, capsys, monkeypatch) -> None:
+def test_existing_features_are_enough_for_another_method(pets, tmp_path, capsys, monkeypatch) -> None:
     arguments = ["eval", pets, "--encoder", "tiny", "--views", 2, "--seeds", "1", "--out", tmp_path / "o", "--json"]
     assert command(*arguments, "--methods", "tda") == 0
     monkeypatch.setattr("testtime.encoding.encoders.load_encoder", None)

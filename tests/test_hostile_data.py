@@ -21,7 +21,7 @@ from trees import png
 
 from testtime import load_encoder, registry
 from testtime.datasets import open_dataset, shards
-from testtime.datasets.dataset import MOST_CLASSES
+from testtime.datasets.dataset import MAX_CLASSES
 from testtime.images.reading import find_images, read_image
 from testtime.text.prompts import build_task, check_classes, read_classes, read_classes_file, read_descriptions
 from testtime.types import ImageError, InputError
@@ -79,14 +79,12 @@ def test_an_id_in_place_of_a_label_is_refused_and_takes_no_memory(home: Path, fo
     file = numbered(home, form, label)
     tracemalloc.start()
     try:
-        with pytest.raises(
-            InputError, match=f"holds {label}, where the numbers of classes.*if it is an id, take it out"
-        ):
+        with pytest.raises(InputError, match=f"holds {label}, but class numbers start at 0.*if it is an id, remove it"):
             open_dataset(file)
         assert tracemalloc.get_traced_memory()[1] < 20e6
     finally:
         tracemalloc.stop()
-    assert open_dataset(numbered(home, form if form != "parquet" else "csv", str(MOST_CLASSES - 1))).labels is not None
+    assert open_dataset(numbered(home, form if form != "parquet" else "csv", str(MAX_CLASSES - 1))).labels is not None
 
 
 def test_the_message_names_the_column(home: Path) -> None:
@@ -115,7 +113,7 @@ def test_ids_with_classes_given_are_refused_by_the_command(home: Path, cli) -> N
 
 def test_braces_of_a_pattern_are_bounded() -> None:
     for pattern in ("x-{0..99999999999}.tar", f"x-{{0..{LONG}}}.tar", f"x-{{{LONG}..1}}.tar"):
-        with pytest.raises(InputError, match="stands for more than 100,000 files"):
+        with pytest.raises(InputError, match="expands to more than 100,000 files"):
             shards.find_shards(pattern)
 
 
@@ -180,7 +178,7 @@ def test_an_odd_label_in_a_tar_file_is_named(tmp_path: Path, name: str, content:
 @pytest.mark.parametrize("suffix", [".txt", ".cls", ".json"])
 def test_a_giant_label_is_not_read(tmp_path: Path, suffix: str) -> None:
     file = write_tar(tmp_path / "t.tar", {"1.png": png(), f"1{suffix}": b"1" * (shards.LONGEST_LABEL + 1)})
-    with pytest.raises(InputError, match=rf"t\.tar/1\{suffix} has 1,048,577 bytes, and a label no more than 1,048,576"):
+    with pytest.raises(InputError, match=rf"t\.tar/1\{suffix} has 1,048,577 bytes, but a label has at most 1,048,576"):
         open_dataset(file)
 
 
@@ -247,7 +245,7 @@ def test_odd_metadata_of_a_table_is_bad_input(tmp_path: Path, metadata: bytes) -
         b'{"info": {"features": {"other": {"_type": "Image"}}}}', features(names=["cat", "dog", "\ud800"]),
     ],
 )  # fmt: skip
-def test_metadata_that_says_less_is_read(tmp_path: Path, metadata: bytes) -> None:
+def test_metadata_with_missing_entries_is_read(tmp_path: Path, metadata: bytes) -> None:
     data = open_dataset(write_parquet(tmp_path / "t.parquet", metadata={"huggingface": metadata}))
     assert data.labels == [1, 0]
     check_classes(data.classnames)
@@ -267,7 +265,7 @@ def test_unsigned_labels_are_numbers(tmp_path: Path, width: int) -> None:
     ],
 )  # fmt: skip
 def test_a_column_that_holds_no_labels_is_named(tmp_path: Path, labels: Any) -> None:
-    with pytest.raises(InputError, match=r"Column 'label' of .*t\.parquet holds .*, where a label should be"):
+    with pytest.raises(InputError, match=r"Column 'label' of .*t\.parquet holds .*; a label must be a name"):
         open_dataset(write_parquet(tmp_path / "t.parquet", labels))
 
 
@@ -282,7 +280,7 @@ def test_more_rows_than_bytes_are_refused(tmp_path: Path) -> None:
     rows = 3_000_000
     table = pa.table({"image": pa.nulls(rows, pa.binary()), "label": pa.array([0] * rows, pa.int8())})
     pq.write_table(table, tmp_path / "t.parquet", row_group_size=rows)
-    with pytest.raises(InputError, match=r"says that it has 3,000,000 rows in [\d,]+ bytes"):
+    with pytest.raises(InputError, match=r"claims to have 3,000,000 rows in [\d,]+ bytes"):
         open_dataset(tmp_path / "t.parquet")
 
 
@@ -321,7 +319,7 @@ def test_an_odd_saved_dataset_is_bad_input(tmp_path: Path, state: bytes) -> None
             open_dataset(tmp_path)
 
 
-def test_offsets_of_an_arrow_file_that_lead_astray_are_refused(tmp_path: Path) -> None:
+def test_invalid_offsets_of_an_arrow_file_are_refused(tmp_path: Path) -> None:
     file = fuzz_data.saved("data.arrow")(tmp_path)
     content = bytearray(file.read_bytes())
     size = len(png()).to_bytes(4, "little")
@@ -362,7 +360,7 @@ def test_text_that_no_encoder_can_read_is_refused(text: str) -> None:
         build_task(load_encoder("tiny"), ["cat", "dog"], templates=[f"{text} {{}}"])
 
 
-def test_a_link_to_itself_is_passed_over(tmp_path: Path) -> None:
+def test_a_link_to_itself_is_skipped(tmp_path: Path) -> None:
     for name in ("cat", "dog"):
         (tmp_path / "pets" / name).mkdir(parents=True)
         (tmp_path / "pets" / name / "1.png").write_bytes(png())
@@ -386,7 +384,7 @@ def test_folders_nested_a_thousand_deep_are_walked(tmp_path: Path) -> None:
 
 @pytest.fixture
 def pipe(tmp_path: Path):
-    """A folder with a pipe under each name that is looked for, and a socket."""
+    """A folder with a pipe under each name that is searched for, and a socket."""
     for name in (
         "list.txt", "t.csv", "t.jsonl", "t.tar", "t.parquet", "split.json", "classnames.txt", "d.json", "1.png",
         "variants.txt", "state.json",
@@ -469,7 +467,7 @@ def test_a_broken_plug_in_leaves_the_others(cli, tmp_path: Path, monkeypatch: py
     code, out, said = cli("list", "methods")
     assert code == 0 and "dpe" in out and "zeroshot" in out and "bad" not in out
     assert "Method 'bad' is a plug-in that cannot be imported, broken_plug_in:Bad" in " ".join(said.split())
-    with pytest.raises(InputError, match="Mend or uninstall its package"):
+    with pytest.raises(InputError, match="Fix or uninstall its package"):
         registry.make_method("bad")
 
 

@@ -45,7 +45,7 @@ def test_damaged_states_are_refused_or_answer() -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_nan_is_nowhere_in_a_state(method: str, tmp_path: Path) -> None:
+def test_nan_in_a_state_is_refused(method: str, tmp_path: Path) -> None:
     stored, _ = fuzz_states.parts(fuzz_states.saved(method, True)[0])
     for name, tensor in stored.items():
         for number in (math.nan, -math.inf) if tensor.is_floating_point() else (-1, 2**62):
@@ -94,13 +94,13 @@ def test_metadata_out_of_range_is_refused(key: str, value: str, tmp_path: Path) 
     assert len(str(caught.value)) < 400 and "\n" not in str(caught.value)
 
 
-def test_state_that_would_fill_the_memory_is_refused_before_it_is_made(tmp_path: Path) -> None:
+def test_state_that_does_not_fit_in_memory_is_refused_before_it_is_made(tmp_path: Path) -> None:
     for call in (
         lambda: Session.load(rewritten(tmp_path, "dpe", {"settings": json.dumps({"queue": 2**31 - 1})})),
         lambda: Session(tt.toy()[0], "dpe", queue=2**31 - 1),
         lambda: Session(tt.toy()[0], "dmn", memory_size=2**30),
     ):
-        with pytest.raises(SettingError, match=r"would keep [\d,]+ GB"):
+        with pytest.raises(SettingError, match=r"would need [\d,]+ GB"):
             call()
     with pytest.raises(SettingError, match="must be below"):
         DPE(queue=2**31)
@@ -179,7 +179,7 @@ def test_command_line_refuses_settings_that_overflow(cli: Any, tmp_path: Path) -
 # What leaves nothing to decide
 
 
-def test_fast_steps_and_plain_ones_differ_over_last_digits_at_most() -> None:
+def test_fast_and_plain_steps_differ_by_rounding_at_most() -> None:
     steps, found = degenerate.disagreements(seed=3, count=60)
     assert steps == 300 and not found
 
@@ -202,7 +202,7 @@ def test_views_that_cancel_give_finite_answers(reference: bool) -> None:
 
 
 @both
-def test_queue_takes_no_price_that_is_next_to_nothing_for_a_lower_one(reference: bool) -> None:
+def test_queue_does_not_take_a_denormal_cost_for_a_lower_one(reference: bool) -> None:
     """exp(-100) is a denormal to one and zero to the other."""
     task = Task(torch.eye(2, 8), ("a", "b"))
     session = Session(task, "dpe", queue=1, reference=reference)
@@ -212,7 +212,7 @@ def test_queue_takes_no_price_that_is_next_to_nothing_for_a_lower_one(reference:
     assert taken[0] and torch.equal(session.state.queue.keys[0, 0], keys)
 
 
-def test_loops_that_cannot_be_kept_on_disk_are_compiled_anew() -> None:
+def test_loops_that_cannot_be_cached_on_disk_are_compiled_again() -> None:
     """Where neither the installation nor the home folder can be written."""
     program = """
 import numba.core.caching as caching, numpy, warnings

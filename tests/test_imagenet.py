@@ -86,7 +86,7 @@ def test_what_is_missing_and_what_is_foreign_is_noted(tmp_path) -> None:
     notes = " | ".join(open_dataset("imagenet", root=tmp_path).notes)
     assert "49,996 of its 50,000 test images are missing" in notes
     assert "997 of 1,000 class folders are missing: n01484850" in notes
-    assert "no class of ImageNet are left out: my_photos" in notes
+    assert "not a class of ImageNet are left out: my_photos" in notes
     assert "ILSVRC2012_val_00000005.JPEG is the first image missing" in notes
 
 
@@ -95,7 +95,7 @@ def test_a_class_of_v2_that_lacks_images_is_named(tmp_path) -> None:
     for number in range(9):
         write_image(images / "0" / f"more{number}.jpeg")
     notes = open_dataset("imagenet-v2", root=tmp_path).notes
-    assert "3 class folders are half empty: 2 has 1 of 10 images" in notes
+    assert "3 class folders lack images: 2 has 1 of 10 images" in notes
 
 
 def test_class_folders_without_images_are_an_error(tmp_path) -> None:

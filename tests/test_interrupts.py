@@ -32,7 +32,7 @@ def test_an_interrupt_waits_until_the_block_has_ended() -> None:
     assert done == ["all of it"]
 
 
-def test_other_threads_are_let_through() -> None:
+def test_other_threads_are_not_blocked() -> None:
     passed = []
 
     def work() -> None:
@@ -45,7 +45,7 @@ def test_other_threads_are_let_through() -> None:
     assert passed == [True]
 
 
-def test_an_interrupt_becomes_the_line_that_says_what_is_kept() -> None:
+def test_an_interrupt_becomes_a_message_about_what_is_kept() -> None:
     with pytest.raises(Interrupted, match="all of it") as caught, on_interrupt(lambda: "all of it"):
         raise KeyboardInterrupt
     assert caught.value.exit_code == 130
@@ -71,14 +71,14 @@ def stop_at(patch: pytest.MonkeyPatch, owner: Any, name: str, call: int) -> None
     patch.setattr(owner, name, interrupted)
 
 
-def test_an_interrupted_run_has_its_page_and_says_how_to_go_on(cli, photos, tmp_path, monkeypatch) -> None:
+def test_an_interrupted_run_writes_its_report_and_says_how_to_resume(cli, photos, tmp_path, monkeypatch) -> None:
     rows, state, page = tmp_path / "a.csv", tmp_path / "s.safetensors", tmp_path / "p.html"
     run = ["run", photos, "-e", "tiny", "--out", rows, "--save", state]
     with monkeypatch.context() as patch:
         stop_at(patch, tt.Session, "_advance", 6)
         stopped = cli(*run, "--report", page)
     assert stopped.code == 130
-    assert f"Interrupted after 5 of 12 images. The same command with --resume {state} goes on" in stopped.err
+    assert f"Interrupted after 5 of 12 images. To resume, run the same command with --resume {state}" in stopped.err
     assert "interrupted after 5 of 12 images" in page.read_text()
     assert cli(*run, "--resume", state).code == 0
     whole = tmp_path / "whole.csv"
@@ -89,7 +89,7 @@ def test_an_interrupted_run_has_its_page_and_says_how_to_go_on(cli, photos, tmp_
 def test_an_interrupted_run_without_a_state_says_what_would_have_kept_it(cli, photos, monkeypatch) -> None:
     stop_at(monkeypatch, tt.Session, "_advance", 1)
     stopped = cli("run", photos, "-e", "tiny", "--json")
-    assert stopped.code == 130 and "--save FILE keeps it" in stopped.err
+    assert stopped.code == 130 and "--save FILE would keep it" in stopped.err
     assert json.loads(stopped.err.splitlines()[-2])["images"] == 0
 
 
@@ -103,23 +103,23 @@ def test_an_interrupted_encoding_keeps_its_shards(cli, photos, tmp_path, monkeyp
     with monkeypatch.context() as patch:
         stop_at(patch, streams, "_unit", 10)
         stopped = cli("encode", photos, "-e", "tiny", "--views", 2, "--out", tmp_path / "one.safetensors")
-    assert stopped.code == 130 and "nothing is kept. With --shard" in stopped.err
+    assert stopped.code == 130 and "nothing was saved. With --shard" in stopped.err
 
 
-def test_interrupted_experiments_say_where_they_go_on(cli, photos, tmp_path, monkeypatch) -> None:
+def test_interrupted_experiments_say_how_to_resume(cli, photos, tmp_path, monkeypatch) -> None:
     for words in (["eval", photos], ["bench", "losses", photos], ["bench", "systems", photos]):
         with monkeypatch.context() as patch:
             stop_at(patch, features.Features, "read", 1)
             stopped = cli(*words, "-e", "tiny", "--out", tmp_path / "o")
-        assert stopped.code == 130 and f"kept in {tmp_path / 'o'}; the same command goes on" in stopped.err
+        assert stopped.code == 130 and f"kept in {tmp_path / 'o'}; run the same command again" in stopped.err
 
 
-def test_an_interrupted_replay_ends_with_a_word(cli, tmp_path, monkeypatch) -> None:
+def test_an_interrupted_replay_ends_with_a_message(cli, tmp_path, monkeypatch) -> None:
     task, stream, labels = tt.toy(images=40)
     store = tt.save_features(tmp_path / "toy.safetensors", stream, task.text, labels=labels)
     stop_at(monkeypatch, features.Features, "read", 1)
     stopped = cli("replay", store, "--out", tmp_path / "o.safetensors")
-    assert stopped.code == 130 and "Interrupted. No half-written file is left" in stopped.err
+    assert stopped.code == 130 and "Interrupted. No partial file was left" in stopped.err
     assert not (tmp_path / "o.safetensors").exists()
 
 

@@ -30,7 +30,7 @@ ENCODERS: dict[str, Any] = {}
 
 @pytest.fixture(autouse=True)
 def one_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same encoder for every command: to make it takes longer than to use it."""
+    """The same encoder for every command: making it takes longer than using it."""
     encoder = ENCODERS.setdefault("tiny", tiny())
     monkeypatch.setattr("testtime.encoding.encoders.tiny.tiny", lambda *given: encoder)
 
@@ -44,7 +44,7 @@ def picture(path: Path, number: int) -> Path:
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
-    """Six images, the third of which is none."""
+    """Six images, the third of which is not an image."""
     for number in range(6):
         picture(tmp_path / "photos" / f"{number}.png", number)
     (tmp_path / "photos" / "2.png").write_text("no image")
@@ -73,7 +73,7 @@ def run(cli: Callable[..., Any], tmp_path: Path) -> Callable[..., Run]:
     return lambda name, style="csv": Run(cli, tmp_path / name, style)
 
 
-# Killed, and cut off from power
+# Killed processes and power cuts
 
 
 Left = tuple[tuple[str, bytes], ...]  # files by their names from a folder on
@@ -89,7 +89,7 @@ class Disk:
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.folder = folder
         self.left: dict[Left, None] = {}
-        self.held: list[int] = []  # so that no number of a file is given to another
+        self.held: list[int] = []  # keeps file descriptors from being reused
         self.synced = {path.stat().st_ino: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
         self.names = {path: self._entries(path) for path in (folder, *folder.rglob("*")) if path.is_dir()}
         for owner, name in ((os, "fsync"), (os, "replace"), (os, "truncate"), (runs.Rows, "_write")):
@@ -115,7 +115,7 @@ class Disk:
         self.synced[os.fstat(descriptor).st_ino] = place.read_bytes()
 
     def _entries(self, folder: Path) -> dict[str, int]:
-        """What a folder names now, but for what is hidden: locks, and files that are being written."""
+        """What a folder lists now, except hidden files: locks, and files that are being written."""
         return {path.name: path.stat().st_ino for path in folder.iterdir() if not path.name.startswith(".")}
 
     def _look(self) -> None:
@@ -145,8 +145,8 @@ def restored(left: Left, folder: Path) -> None:
         (folder / name).write_bytes(content)
 
 
-@pytest.mark.parametrize("resumed", [False, True], ids=["from the start", "gone on with"])
-def test_a_run_cut_off_after_any_write_goes_on_to_the_same_bytes(
+@pytest.mark.parametrize("resumed", [False, True], ids=["from the start", "resumed"])
+def test_a_run_killed_after_any_write_resumes_to_the_same_bytes(
     run: Callable[..., Run], photos: Path, monkeypatch: pytest.MonkeyPatch, resumed: bool
 ) -> None:
     monkeypatch.setattr(runs, "AUTOSAVE", 2)
@@ -167,16 +167,16 @@ def test_a_run_cut_off_after_any_write_goes_on_to_the_same_bytes(
     for number, left in enumerate(disk.left):
         again = run(f"again {number}")
         restored(left, again.rows.parent)
-        again(photos, resume=again.state.exists())  # without a state there is nothing to go on from
+        again(photos, resume=again.state.exists())  # without a state there is nothing to resume
         assert again.bytes() == whole.bytes(), [(name, len(data)) for name, data in left]
         states += again.state.name in dict(left)
     assert states >= 7
 
 
-def test_a_run_begun_anew_is_never_taken_for_the_one_before(
+def test_a_new_run_is_never_confused_with_an_earlier_one(
     run: Callable[..., Run], photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Old rows and an old state lie in the way of a new run, which is cut off anywhere."""
+    """There are old rows and an old state before a new run, which is killed at any point."""
     monkeypatch.setattr(runs, "AUTOSAVE", 2)
     whole, old = run("whole"), run("old")
     whole(photos)
@@ -202,10 +202,10 @@ def test_a_run_begun_anew_is_never_taken_for_the_one_before(
     assert "whole" in outcomes and "refused" in outcomes
 
 
-def test_an_evaluation_cut_off_after_any_write_goes_on_to_the_same_bytes(
+def test_an_evaluation_killed_after_any_write_resumes_to_the_same_bytes(
     cli: Callable[..., Any], photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its results, cells and features; how long things took is another matter."""
+    """Its results, cells and features; timings may differ."""
     table = tmp_path / "table.csv"
     table.write_text("path,label\n" + "".join(f"photos/{n}.png,{'cat' if n % 2 else 'dog'}\n" for n in range(6)))
 
@@ -232,7 +232,7 @@ def test_an_evaluation_cut_off_after_any_write_goes_on_to_the_same_bytes(
 # Rows and state go together
 
 
-def test_a_disk_that_is_full_at_a_row_leaves_a_state_that_goes_on(
+def test_a_full_disk_leaves_a_state_that_can_be_resumed(
     run: Callable[..., Run], photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, full = run("whole"), run("full")
@@ -251,7 +251,7 @@ def test_a_disk_that_is_full_at_a_row_leaves_a_state_that_goes_on(
     assert full.bytes() == whole.bytes()
 
 
-def test_a_strict_run_goes_on_at_the_image_that_stopped_it(run: Callable[..., Run], photos: Path) -> None:
+def test_a_strict_run_resumes_at_the_image_that_stopped_it(run: Callable[..., Run], photos: Path) -> None:
     stopped, whole = run("stopped"), run("whole")
     assert "2.png" in stopped(photos, "--strict", code=2).err
     assert Session.load(stopped.state).position == 2
@@ -261,21 +261,21 @@ def test_a_strict_run_goes_on_at_the_image_that_stopped_it(run: Callable[..., Ru
     assert stopped.bytes() == whole.bytes()
 
 
-def test_rows_that_are_not_the_state_s_are_refused_and_kept(run: Callable[..., Run], photos: Path) -> None:
+def test_rows_of_another_state_are_refused_and_kept(run: Callable[..., Run], photos: Path) -> None:
     one = run("one")
     one(photos, "--limit", 2)
     one.rows.write_text("index,image\n0,mine\n")
     found = one(photos, resume=True, code=2)
-    assert f"{one.rows} does not begin with the rows of the run that {one.state} is from" in found.err
+    assert f"{one.rows} does not start with the rows of the run that saved {one.state}" in found.err
     assert one.rows.read_text() == "index,image\n0,mine\n"
 
 
-def test_a_state_without_rows_of_its_own_does_not_touch_a_file(run: Callable[..., Run], photos: Path) -> None:
+def test_a_state_without_its_own_rows_does_not_touch_a_file(run: Callable[..., Run], photos: Path) -> None:
     one = run("one")
     assert one.cli("run", photos, "-e", "tiny", "--classes", "a,b", "--save", one.state).code == 0
     one.rows.write_text("mine")
     found = one.cli("run", photos, "-e", "tiny", "--classes", "a,b", "--resume", one.state, "--out", one.rows)
-    assert found.code == 2 and "does not say which rows are its own" in found.err and one.rows.read_text() == "mine"
+    assert found.code == 2 and "does not record which rows belong to it" in found.err and one.rows.read_text() == "mine"
 
 
 @pytest.mark.parametrize(
@@ -295,7 +295,7 @@ def test_a_damaged_journal_is_an_error_that_says_so(run: Callable[..., Run], pho
 # The input
 
 
-def test_a_path_listed_again_and_again_has_as_many_rows(run: Callable[..., Run], photos: Path, tmp_path: Path) -> None:
+def test_a_path_listed_several_times_has_as_many_rows(run: Callable[..., Run], photos: Path, tmp_path: Path) -> None:
     listed = tmp_path / "list.txt"
     listed.write_text("\n".join(str(photos / f"{number}.png") for number in (0, 1, 0, 3, 0, 1, 4)))
     whole, parts = run("whole"), run("parts")
@@ -305,7 +305,7 @@ def test_a_path_listed_again_and_again_has_as_many_rows(run: Callable[..., Run],
     assert parts.bytes() == whole.bytes() and len(whole.rows.read_text().splitlines()) == 8
 
 
-def test_the_same_folder_by_another_name_goes_on(
+def test_the_same_folder_by_another_name_resumes(
     run: Callable[..., Run], photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(photos.parent)
@@ -316,9 +316,7 @@ def test_the_same_folder_by_another_name_goes_on(
 
 
 @pytest.mark.parametrize("style", ["csv", "jsonl"])
-def test_of_a_folder_that_has_grown_in_the_middle_only_new_images_are_met(
-    run: Callable[..., Run], photos: Path, style: str
-) -> None:
+def test_only_new_images_of_a_grown_folder_are_run(run: Callable[..., Run], photos: Path, style: str) -> None:
     one = run("one", style)
     one(photos)
     picture(photos / "1b.png", 7)
@@ -328,19 +326,19 @@ def test_of_a_folder_that_has_grown_in_the_middle_only_new_images_are_met(
     assert "1 image," in found.err and "skipped" in found.err  # what could not be read is tried again
 
 
-def test_an_image_goes_by_one_name_as_a_file_in_an_archive_and_in_a_row(tmp_path: Path, monkeypatch) -> None:
+def test_an_image_has_one_name_as_a_file_in_an_archive_and_in_a_row(tmp_path: Path, monkeypatch) -> None:
     class Stored:
         def __str__(self) -> str:
             return "shards/a.tar/1\udcff.png"
 
     monkeypatch.chdir(tmp_path)
-    known = runs._known(Stored())
+    known = runs._image_key(Stored())
     for style in ("csv", "jsonl"):
         text = io.StringIO()
         prediction = dict.fromkeys(runs.COLUMNS, 0) | {"image": str(Stored()), "label": "a", "zero_shot": "a"}
         runs.Rows(text, style).write(prediction)
-        assert list(runs._named(text.getvalue().encode("utf-8", "backslashreplace"), style, tmp_path)) == [known]
-    assert runs._known(tmp_path / str(Stored())) == known
+        assert list(runs._images_in(text.getvalue().encode("utf-8", "backslashreplace"), style, tmp_path)) == [known]
+    assert runs._image_key(tmp_path / str(Stored())) == known
 
 
 def test_the_same_path_with_two_labels_is_scored_by_each(run: Callable[..., Run], photos: Path, tmp_path: Path) -> None:
@@ -350,10 +348,10 @@ def test_the_same_path_with_two_labels_is_scored_by_each(run: Callable[..., Run]
     assert told["labelled"] == 3 and told["zero_shot_accuracy"] == pytest.approx(1 / 3)
 
 
-# Each output has its own place
+# Each output has its own file
 
 
-def test_no_output_is_written_over_an_input_or_another_output(run: Callable[..., Run], tmp_path: Path) -> None:
+def test_no_output_overwrites_an_input_or_another_output(run: Callable[..., Run], tmp_path: Path) -> None:
     table, one = tmp_path / "table.csv", run("one")
     table.write_text(f"path,label\n{picture(tmp_path / '0.png', 0)},cat\n{picture(tmp_path / '1.png', 1)},dog\n")
     (tmp_path / "link.csv").symlink_to(table)
@@ -382,7 +380,7 @@ def test_rows_may_go_to_a_device(cli: Callable[..., Any], photos: Path, tmp_path
 # One at a time
 
 
-def test_a_second_run_into_the_same_files_is_told_who_has_them(run: Callable[..., Run], photos: Path) -> None:
+def test_a_second_run_into_the_same_files_is_refused(run: Callable[..., Run], photos: Path) -> None:
     one = run("one")
     one(photos)
     before = one.bytes()
@@ -393,7 +391,7 @@ def test_a_second_run_into_the_same_files_is_told_who_has_them(run: Callable[...
     assert sorted(path.name for path in one.rows.parent.iterdir()) == [one.rows.name, one.state.name]
 
 
-def test_a_lock_outlives_nobody(tmp_path: Path) -> None:
+def test_a_lock_does_not_outlive_its_process(tmp_path: Path) -> None:
     code = f"import os\nfrom testtime.files import locked\nwith locked({str(tmp_path / 'a')!r}):\n    os._exit(9)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 9
     assert (tmp_path / ".a.lock").exists()
@@ -413,9 +411,7 @@ def names(rows: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("style", ["csv", "jsonl"])
-def test_names_of_any_kind_are_rows_that_can_be_gone_on_with(
-    run: Callable[..., Run], tmp_path: Path, style: str
-) -> None:
+def test_rows_with_any_image_name_can_be_resumed(run: Callable[..., Run], tmp_path: Path, style: str) -> None:
     folder, odd = tmp_path / "odd", ["a\u2028b", "c\nd", 'e"f,g', "h\x1b[2Ji", "j\udcffk", "l\x85m"]
     for number, name in enumerate(odd):
         picture(folder / f"{name}.png", number)
@@ -433,7 +429,7 @@ def test_names_of_any_kind_are_rows_that_can_be_gone_on_with(
     assert parts.bytes() == whole.bytes()
 
 
-def test_no_cell_is_a_formula_and_a_path_stays_one(
+def test_no_cell_is_a_formula_and_a_path_stays_valid(
     run: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -445,7 +441,7 @@ def test_no_cell_is_a_formula_and_a_path_stays_one(
     assert row["image"] == f"./{file}" and Path(row["image"]).is_file()
 
 
-def test_what_a_terminal_would_obey_is_spelt_out(cli: Callable[..., Any], tmp_path: Path) -> None:
+def test_control_characters_are_escaped_on_a_terminal(cli: Callable[..., Any], tmp_path: Path) -> None:
     folder = tmp_path / "photos"
     picture(folder / "good.png", 0)
     (folder / "bad\x1b]0;mine\x07.png").write_text("no image")
@@ -454,7 +450,7 @@ def test_what_a_terminal_would_obey_is_spelt_out(cli: Callable[..., Any], tmp_pa
     assert "bad\\x1b]0;mine\\x07.png" in found.err
 
 
-def test_help_into_a_pipe_that_closes_is_no_failure() -> None:
+def test_help_into_a_closed_pipe_is_not_a_failure() -> None:
     testtime = shutil.which("testtime", path=str(Path(sys.executable).parent))
     for words in ("--help", "run --help", "list methods"):
         shell = f"set -o pipefail; {testtime} {words} | head -1"

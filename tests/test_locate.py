@@ -109,7 +109,7 @@ def test_a_missing_dataset_says_what_to_download(tmp_path) -> None:
         open_dataset("ucf101", root=tmp_path)
     with pytest.raises(InputError, match="No folder"):
         open_dataset("ucf101", root=tmp_path / "nowhere")
-    with pytest.raises(InputError, match="say where it lies"):
+    with pytest.raises(InputError, match="is a benchmark: give --root"):
         open_dataset("ucf101")
 
 

@@ -1,4 +1,4 @@
-"""Whoever watches a session sees every image that it answers or passes over, once, and leaves it whole."""
+"""Observers of a session see every image that it answers or skips, once, and leave it consistent."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def state_of(session: Session) -> list[bytes]:
 
 @pytest.fixture
 def photos(tmp_path: Path) -> list[Path]:
-    """Six photographs, the second of which is none."""
+    """Six photographs, the second of which is not an image."""
     paths = sorted(make_folders(tmp_path / "photos", images=2).glob("*/*"))
     paths[1].write_text("no image")
     return paths
@@ -46,7 +46,7 @@ def tiny(**options: Any) -> Session:
 
 
 @pytest.mark.parametrize("way", ["step", "run"])
-def test_every_answer_is_told_once_in_order_with_what_was_seen(way: str) -> None:
+def test_observers_receive_every_answer_once_and_in_order(way: str) -> None:
     seen: list[Seen] = []
     session, stream, _ = toy(observers=[seen.append])
     answers = [session.step(x) for x in stream] if way == "step" else [answer for _, answer in session.run(stream)]
@@ -59,7 +59,7 @@ def test_every_answer_is_told_once_in_order_with_what_was_seen(way: str) -> None
             each.index = 0  # type: ignore[misc]
 
 
-def test_an_observer_meets_the_session_as_it_is_after_the_image() -> None:
+def test_an_observer_sees_the_session_after_the_image() -> None:
     session, stream, _ = toy()
     met: list[tuple[int, int, list[bytes]]] = []
     session.observers.append(lambda seen: met.append((session.count, session.position, state_of(session))))
@@ -70,7 +70,7 @@ def test_an_observer_meets_the_session_as_it_is_after_the_image() -> None:
         assert met[-1] == (number, number, state_of(alone))
 
 
-def test_images_that_are_passed_over_are_told_with_their_error_and_their_place(photos: list[Path]) -> None:
+def test_skipped_images_are_reported_with_their_error_and_position(photos: list[Path]) -> None:
     seen: list[Seen] = []
     bad: list[Path] = []
     session = tiny(observers=[seen.append])
@@ -80,7 +80,7 @@ def test_images_that_are_passed_over_are_told_with_their_error_and_their_place(p
     assert isinstance(seen[1].error, ImageError) and seen[1].prediction is None and seen[1].views is None
 
 
-def test_an_image_that_raises_is_told_and_takes_no_place(photos: list[Path]) -> None:
+def test_an_image_that_raises_is_reported_and_does_not_move_the_position(photos: list[Path]) -> None:
     seen: list[Seen] = []
     session = tiny(observers=[seen.append])
     with pytest.raises(ImageError) as raised:
@@ -91,7 +91,7 @@ def test_an_image_that_raises_is_told_and_takes_no_place(photos: list[Path]) -> 
     assert [each.source for each in seen[1:]] == photos[:2] and session.position == session.count == 1
 
 
-def test_an_observer_that_raises_over_a_bad_image_leaves_the_session_whole(photos: list[Path]) -> None:
+def test_an_observer_that_raises_at_a_bad_image_leaves_the_session_consistent(photos: list[Path]) -> None:
     session = tiny(observers=[lambda seen: 1 / (seen.prediction is not None)])
     with pytest.raises(ZeroDivisionError):
         list(session.run(photos, on_error=lambda *_: None))
@@ -99,7 +99,7 @@ def test_an_observer_that_raises_over_a_bad_image_leaves_the_session_whole(photo
     assert len(list(session.run(photos[2:]))) == 4
 
 
-def test_predicting_scanning_and_warming_up_are_not_told() -> None:
+def test_predicting_scanning_and_warming_up_notify_no_observer() -> None:
     seen: list[Seen] = []
     session, stream, _ = toy(observers=[seen.append])
     session.warm_up(2)
@@ -110,7 +110,7 @@ def test_predicting_scanning_and_warming_up_are_not_told() -> None:
     assert [each.index for each in seen] == [4]
 
 
-def test_an_observer_that_raises_leaves_the_session_whole_and_the_others_told() -> None:
+def test_an_observer_that_raises_leaves_the_session_consistent_and_the_others_notified() -> None:
     def fails(seen: Seen) -> None:
         if seen.index == 2:
             raise OSError("no space")
@@ -129,7 +129,7 @@ def test_an_observer_that_raises_leaves_the_session_whole_and_the_others_told() 
     assert torch.equal(session.step(stream[3]).logits, alone.step(stream[3]).logits)
 
 
-def test_a_run_gives_out_the_answer_over_which_an_observer_raised() -> None:
+def test_a_run_yields_the_answer_at_which_an_observer_raised() -> None:
     session, stream, _ = toy()
     session.observers.append(lambda seen: 1 / (2 - seen.index))
     answers = []
@@ -158,7 +158,7 @@ def test_an_interrupt_waits_for_the_observers() -> None:
 
 
 @pytest.mark.parametrize("twin", [Session.fork, copy.copy, copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
-def test_a_copy_is_not_watched(twin: Any) -> None:
+def test_a_copy_has_no_observers(twin: Any) -> None:
     seen: list[Seen] = []
     session, stream, _ = toy(observers=[lambda each: seen.append(each)])
     other = twin(session)
@@ -166,7 +166,7 @@ def test_a_copy_is_not_watched(twin: Any) -> None:
     assert not seen and other.observers == [] and len(session.observers) == 1
 
 
-def test_a_saved_session_says_nothing_of_who_watched_it(tmp_path: Path) -> None:
+def test_observers_are_not_saved(tmp_path: Path) -> None:
     (watched, stream, _), (alone, _, _) = toy(observers=[lambda seen: None]), toy()
     for session in (watched, alone):
         session.step(stream[0])
@@ -175,7 +175,7 @@ def test_a_saved_session_says_nothing_of_who_watched_it(tmp_path: Path) -> None:
     assert Session.load(files[0]).observers == []
 
 
-def test_without_observers_nothing_is_made_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_observers_no_event_is_created(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "Seen", None)
     session, stream, _ = toy()
     session.step(stream[0])
@@ -184,9 +184,9 @@ def test_without_observers_nothing_is_made_for_them(monkeypatch: pytest.MonkeyPa
         session.step(stream[1])
 
 
-def test_a_tally_counts_what_is_answered_passed_over_and_right(photos: list[Path]) -> None:
+def test_a_tally_counts_answered_skipped_and_correct_images(photos: list[Path]) -> None:
     session = tiny()
-    session.position = 4  # as of a run that goes on
+    session.position = 4  # as in a resumed run
     labels = [0, None, 1, None, 2, 2]
     tally = Tally(labels, start=4)
     session.observers.append(tally)
@@ -204,7 +204,7 @@ def test_a_tally_counts_what_is_answered_passed_over_and_right(photos: list[Path
     assert Tally([]).summary()["accuracy"] is None
 
 
-def test_an_answer_that_is_refused_is_not_told() -> None:
+def test_observers_are_not_called_for_a_refused_answer() -> None:
     seen: list[Seen] = []
     session, stream, _ = toy(alpha=1e300, observers=[seen.append])
     with pytest.raises(InputError, match="NaN or infinity for image 0"):

@@ -47,7 +47,7 @@ def test_one_pass_gives_what_a_run_with_each_weight_gives(path):
     assert said["zero_shot_accuracy"] == chosen.summary()["zero_shot_accuracy"]
 
 
-def test_the_best_weight_wins_and_of_equals_the_smallest():
+def test_the_best_weight_wins_and_ties_go_to_the_smallest():
     text = torch.tensor([[0.6, 0.4]] * 4)
     memory = torch.tensor(
         [[0.4, 0.6]] * 2 + [[0.0, 1.0]] * 2
@@ -102,4 +102,4 @@ def test_only_dmn_has_one_and_only_with_labels(cli, path, tmp_path):
     task, stream, _ = toy(images=5)
     bare = save_features(tmp_path / "bare.safetensors", stream, task.text)
     refused = cli("replay", bare, "--method", "dmn", "--oracle")
-    assert refused.code == 2 and "has no labels, which an oracle chooses by" in refused.err
+    assert refused.code == 2 and "has no labels, which an oracle needs" in refused.err

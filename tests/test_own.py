@@ -86,7 +86,7 @@ def test_numbered_labels_take_their_names_from_beside(images) -> None:
         open_dataset(images / "t.csv")
 
 
-def test_part_of_the_labels_is_no_labels_and_is_said(images) -> None:
+def test_partial_labels_are_dropped_with_a_note(images) -> None:
     (images / "t.csv").write_text("pictures/b.png,cat\npictures/a.png,\n")
     data = open_dataset(images / "t.csv")
     assert data.labels is None and data.notes == ("1 of 2 images have no label, so none is scored",)
@@ -108,11 +108,11 @@ def test_a_listed_image_that_is_missing_is_counted(images) -> None:
         ("t.csv", b"pictures/a.png,cat\nb\n", "the row 'b' is too short"),
         ("t.csv", b"gone.png,cat\n", "None of the 1 images"),
         ("t.csv", b"\xff\xfe\xfa", "not UTF-8"),
-        ("t.csv", b'pictures/a.png,"cat\n', "no table of images"),
-        ("t.jsonl", b"{", "no table of images"),
+        ("t.csv", b'pictures/a.png,"cat\n', "not a table of images"),
+        ("t.jsonl", b"{", "not a table of images"),
         ("t.jsonl", b'{"x": 1}', "line 1 has none of path"),
-        ("t.jsonl", b"[1]", "no table of images"),
-        ("t.bin", b"x", "is no dataset"),
+        ("t.jsonl", b"[1]", "not a table of images"),
+        ("t.bin", b"x", "is not a dataset"),
     ],
 )
 def test_a_damaged_table_is_named(images, name, content, message) -> None:

@@ -40,7 +40,7 @@ def consecutive(wanted: list[str], found: list[str]) -> bool:
     return any(found[i : i + len(wanted)] == wanted for i in range(len(found)))
 
 
-def test_every_published_number_stands_in_its_table(paper) -> None:
+def test_every_published_number_is_in_its_table(paper) -> None:
     checked = 0
     for label, table in published().items():
         if table.paragraph:
@@ -59,7 +59,7 @@ def test_every_published_number_stands_in_its_table(paper) -> None:
     assert checked > 300
 
 
-def test_rows_of_tables_stand_beside_their_names(paper) -> None:
+def test_rows_of_tables_are_beside_their_names(paper) -> None:
     names = {"CLIP": "CLIP", "DPE": r"(?:DPE \(Ours\)|Ours)"}
     for label in ("tab:ood-main", "tab:fine-grained", "tab:ood-openclip"):
         latex = re.sub(r"\s*\n\s*(?=&)", " ", block(paper, label))

@@ -57,7 +57,7 @@ def test_without_a_label_for_every_image_it_shows_what_changed() -> None:
     assert [each.predictions for each in ours.answers] == [each.predictions for each in theirs.answers]
 
 
-def test_features_from_before_the_run_are_left_out_and_it_is_said() -> None:
+def test_features_from_before_the_run_are_left_out_with_a_note() -> None:
     report = recorded("dpe", resumed=30).report("A stream", place=False)
     assert report.queues is not None and "features from before this run are omitted" in report.queues.text
     held = [entry.image for entry in report.queues.snapshots[-1].entries]
@@ -85,7 +85,7 @@ def photos(tmp_path: Path) -> Path:
     return make_folders(tmp_path / "photos", images=4)
 
 
-def test_a_run_writes_its_page(cli, photos, tmp_path) -> None:
+def test_a_run_writes_its_report(cli, photos, tmp_path) -> None:
     page = tmp_path / "pages" / "run.html"
     outcome = cli("run", photos, "-e", "tiny", "--shuffle", "--seed", 3, "--out", tmp_path / "a.csv", "--report", page)
     assert outcome.code == 0 and "page in" in outcome.err
@@ -94,7 +94,7 @@ def test_a_run_writes_its_page(cli, photos, tmp_path) -> None:
     assert "reading and encoding included" in text and "https://" not in text
 
 
-def test_an_unlabelled_run_and_one_that_goes_on_write_theirs(cli, photos, tmp_path) -> None:
+def test_an_unlabelled_run_and_a_resumed_run_write_their_reports(cli, photos, tmp_path) -> None:
     page, state = tmp_path / "run.html", tmp_path / "s.safetensors"
     flat = tmp_path / "flat"
     flat.mkdir()
@@ -109,7 +109,7 @@ def test_an_unlabelled_run_and_one_that_goes_on_write_theirs(cli, photos, tmp_pa
     assert outcome.code == 0 and "after 4 images of an earlier run" in page.read_text()
 
 
-def test_a_replay_writes_its_page(cli, tmp_path) -> None:
+def test_a_replay_writes_its_report(cli, tmp_path) -> None:
     task, stream, labels = tt.toy(images=40, views=1)
     for name, given in (("labelled", labels), ("bare", None)):
         store = tt.save_features(tmp_path / f"{name}.safetensors", stream, task.text, labels=given)

@@ -1,4 +1,4 @@
-"""Four kinds of things by name, and settings from the text a person typed."""
+"""Four kinds of entries by name, and settings from text."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ TEMPLATES = ["my {}.", "the {}."]
 
 
 def make_templates() -> list[str]:
-    """Templates that are made when asked for."""
+    """Templates that are made on first use."""
     return TEMPLATES
 
 
@@ -186,9 +186,9 @@ def test_a_dataset_of_a_plug_in_is_opened_by_name_in_any_spelling(plugged, tmp_p
     assert data.paths == [tmp_path / "test" / "1.png"]
     with pytest.raises(InputError, match="No folder train"):
         open_dataset("mine", root=tmp_path, part="train")
-    with pytest.raises(InputError, match=r"say where it lies \(--root FOLDER\)"):
+    with pytest.raises(InputError, match=r"is a benchmark: give --root FOLDER"):
         open_dataset("mine")
-    with pytest.raises(UnknownName, match="'mine' is a plug-in's"):
+    with pytest.raises(UnknownName, match="'mine' comes from a plug-in"):
         benchmark("mine")
 
 
@@ -200,7 +200,7 @@ def test_data_check_finds_the_datasets_of_plug_ins(plugged, cli, tmp_path, monke
     assert code == 0 and len(json.loads(out)["datasets"]) == 16
     assert (found["name"], found["state"], found["images"], found["expected_images"]) == ("mine", "found", 1, None)
     _, out, _ = cli("data", "check", tmp_path)
-    assert "mine" in out and "Not there: 15 of 16" in out
+    assert "mine" in out and "Missing: 15 of 16" in out
     code, out, err = cli("data", "check", write_image(tmp_path / "empty" / "x" / "1.png").parent)
     assert code == 2 and "No folder test in" in " ".join(out.split()) and "None of the 16" in err
 
@@ -262,9 +262,9 @@ def test_settings_are_read_from_text(key, text, value):
         ("queue", False, "a whole number"),
         ("multi_view_prediction", "maybe", "true or false"),
         ("text_update", "often", "none or full or exponential or cumulative"),
-        ("adamw_betas", "0.9", "2 numbers with commas between"),
-        ("adamw_betas", "0.9,x", "2 numbers with commas between"),
-        ("adamw_betas", "0.9,0.99,0.999", "2 numbers with commas between"),
+        ("adamw_betas", "0.9", "2 comma-separated numbers"),
+        ("adamw_betas", "0.9,x", "2 comma-separated numbers"),
+        ("adamw_betas", "0.9,0.99,0.999", "2 comma-separated numbers"),
     ],
 )
 def test_a_setting_of_the_wrong_kind_says_which_is_wanted(key, value, wanted):

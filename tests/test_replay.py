@@ -69,7 +69,7 @@ def test_logits_that_are_not_kept_change_nothing_else(store: Features) -> None:
     assert lost.summary() | untimed == kept.summary() | untimed
 
 
-def test_a_limited_run_is_the_beginning_of_a_whole_one(store: Features) -> None:
+def test_a_limited_run_is_the_start_of_a_full_one(store: Features) -> None:
     for options in ({}, {"shuffle": True, "seed": 3}):
         whole, part = replay(store, "dpe", **options), replay(store, "dpe", limit=7, **options)
         assert torch.equal(part.logits, whole.logits[:7]) and torch.equal(part.labels, whole.labels[:7])

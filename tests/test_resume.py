@@ -1,4 +1,4 @@
-"""A run that is stopped and gone on with is, to the last byte, the run that was not."""
+"""A run that is stopped and resumed is, to the last byte, the run that was not."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_run_stopped_after_any_image_ends_in_the_same_bytes(run: Callable[..., A
         assert again[1] == state, stop
 
 
-def test_run_stopped_again_and_again_ends_in_the_same_bytes(run: Callable[..., Any]) -> None:
+def test_run_stopped_repeatedly_ends_in_the_same_bytes(run: Callable[..., Any]) -> None:
     whole = run("whole", "csv")
     for stop in range(1, COUNT + 1):
         parts = run("parts", "csv", "--limit", stop)
@@ -86,7 +86,7 @@ def test_rows_written_after_the_state_was_saved_are_written_again(run: Callable[
     assert run("crash", "csv") == whole
 
 
-def test_position_of_a_state_is_where_the_input_goes_on(run: Callable[..., Any], photos: Path, tmp_path: Path) -> None:
+def test_position_of_a_state_is_where_the_input_resumes(run: Callable[..., Any], photos: Path, tmp_path: Path) -> None:
     run("part", "csv", "--limit", 9)
     session = tt.Session.load(tmp_path / "part.safetensors")
     readable = [path for path in sorted(photos.iterdir())[:9] if path.read_bytes() != b"no image"]

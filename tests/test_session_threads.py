@@ -218,13 +218,13 @@ def test_steps_of_several_threads_are_all_counted() -> None:
     assert session.count == session.position == int(session.state.images) == 60
 
 
-@pytest.mark.parametrize("twin", [Session.fork, copy.copy, copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
-def test_twin_has_turns_and_a_state_of_its_own(twin: Any) -> None:
+@pytest.mark.parametrize("duplicate", [Session.fork, copy.copy, copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
+def test_copy_has_its_own_lock_and_state(duplicate: Any) -> None:
     session, stream = toy()
     session.scan(stream[:5])
-    other = twin(session)
-    assert other._turn is not session._turn and leaf_bytes(other) == leaf_bytes(session)
-    with session._turn:  # which other threads then wait for, but not those of the twin
+    other = duplicate(session)
+    assert other._lock is not session._lock and leaf_bytes(other) == leaf_bytes(session)
+    with session._lock:  # other threads wait for it, but not those of the copy
         thread = threading.Thread(target=other.scan, args=(stream[5:9],))
         thread.start()
         thread.join(60)

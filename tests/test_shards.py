@@ -67,7 +67,7 @@ def test_images_without_labels_are_unlabelled(tmp_path) -> None:
     assert data.labels is None and len(data) == 2 and data.notes == ()
 
 
-def test_dots_inside_a_name_do_not_part_an_image_from_its_label(tmp_path) -> None:
+def test_dots_inside_a_name_do_not_separate_an_image_from_its_label(tmp_path) -> None:
     file = write_tar(tmp_path / "a.tar", {"0.01_a_0.8.jpg": b"-", "0.01_a_0.8.cls": b"0", "0.01_b_0.7.jpg": b"-",
                                           "0.01_b_0.7.cls": b"1"})  # fmt: skip
     assert open_dataset(file).labels == [0, 1]
@@ -87,12 +87,12 @@ def test_folders_globs_and_braces_name_the_same_shards_in_order(tmp_path) -> Non
         open_dataset(tmp_path / "none-*.tar")
 
 
-def test_a_stored_image_survives_a_trip_to_another_process(tmp_path) -> None:
+def test_a_stored_image_survives_pickling_to_another_process(tmp_path) -> None:
     image = open_dataset(write_tar(tmp_path / "a.tar", {"1.png": png()})).paths[0]
     assert pickle.loads(pickle.dumps(image)) == image
 
 
-def test_a_damaged_image_is_named_by_its_place(tmp_path) -> None:
+def test_a_damaged_image_is_named_by_its_path(tmp_path) -> None:
     data = open_dataset(write_tar(tmp_path / "a.tar", {"1.png": b"no image"}))
     with pytest.raises(ImageError, match=r"a\.tar/1\.png: is empty, damaged"):
         read_image(data.paths[0])
@@ -104,7 +104,7 @@ def test_a_damaged_image_is_named_by_its_place(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("members", "message"),
     [
-        ({"1.jpg": b"-", "1.cls": b"cat"}, "should hold the number of a class; it holds 'cat'"),
+        ({"1.jpg": b"-", "1.cls": b"cat"}, "should hold a class number; it holds 'cat'"),
         ({"1.jpg": b"-", "1.json": b"{"}, "is not a label"),
         ({"1.jpg": b"-", "1.txt": b"\xff"}, "is not a label"),
         ({"readme.md": b"-"}, "No image in"),
@@ -121,7 +121,7 @@ def test_a_shard_that_is_cut_short_or_compressed_is_refused(tmp_path) -> None:
     with pytest.raises(InputError, match="cut short"):
         open_dataset(file)
     squeezed = write_tar(tmp_path / "b.tar", {"1.png": png()}, "w:gz")
-    with pytest.raises(InputError, match="no plain tar file"):
+    with pytest.raises(InputError, match="not a plain tar file"):
         open_dataset(squeezed)
     (tmp_path / "c.tar").mkdir()
     with pytest.raises(InputError, match=r"Cannot read .*c\.tar"):

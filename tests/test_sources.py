@@ -1,4 +1,4 @@
-"""Sources of `testtime run` and `testtime encode`: every format of a dataset, with its own classes."""
+"""What `testtime run` and `testtime encode` accept: every form of a dataset, with the classes that it comes with."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_number_labels_index_the_given_classes(cli, photos, tmp_path) -> None:
     named = cli("run", tmp_path / "n.csv", "--classes", "fox,dog,cat", "-e", "tiny", "--out", tmp_path / "a.csv")
     assert named.code == 0 and "accuracy on 2 images" in named.err and "without names" not in named.err
     few = cli("run", tmp_path / "n.csv", "--classes", "fox,dog", "-e", "tiny")
-    assert few.code == 2 and "label 2, where 2 classes" in few.err
+    assert few.code == 2 and "label 2, but 2 classes" in few.err
 
 
 def test_a_folder_without_structure_is_run_with_given_classes(cli, photos, tmp_path) -> None:
@@ -137,4 +137,4 @@ def test_the_test_split_is_used_and_reported(cli, photos, tmp_path) -> None:
     make_folders(tmp_path / "set" / "train", NAMES, images=1)
     outcome = cli("run", tmp_path / "set", "-e", "tiny", "--out", tmp_path / "a.csv")
     assert outcome.code == 0 and len(written(tmp_path / "a.csv")) == 6
-    assert f"note: the images are those of {tmp_path / 'set' / 'test'}" in outcome.err
+    assert f"note: the images are from {tmp_path / 'set' / 'test'}" in outcome.err

@@ -27,7 +27,7 @@ def test_labels_are_positions_among_the_classes_of_all_parts(folder) -> None:
     assert (test.labels, train.labels) == ([1], [0])
 
 
-def test_an_image_that_is_missing_is_counted_and_the_stream_goes_on(folder) -> None:
+def test_a_missing_image_is_counted_and_left_out(folder) -> None:
     rows = [["gone/9.png", 0, "cat"], ["cat/0.png", 0, "cat"], ["cat/8.png", 0, "cat"], ["grand_piano/0.png", 1, "p"]]
     write(folder, test=rows)
     data = open_dataset(folder)
@@ -65,7 +65,7 @@ def test_a_split_file_may_be_given_itself(folder) -> None:
     assert open_dataset(folder / "split_zhou_X.json").classnames == ["cat", "piano"]
 
 
-def test_a_split_that_is_not_there_or_not_text_is_named(folder) -> None:
+def test_a_missing_or_binary_split_is_named(folder) -> None:
     with pytest.raises(InputError, match=r"Cannot read .*none\.json: No such file"):
         read_split(folder / "none.json", folder)
     (folder / "split.json").write_bytes(b"\xff\xfe\x00")

@@ -62,7 +62,7 @@ def test_parquet_of_the_library_is_read_with_its_names(hub, tmp_path) -> None:
     assert pixels(data) == list(COLOURS.values())
 
 
-def test_parquet_parts_are_told_by_their_names(tmp_path) -> None:
+def test_parquet_parts_are_recognised_by_their_names(tmp_path) -> None:
     (tmp_path / "data").mkdir()
     table = pa.table(rows(["cat", "dog", "cat"]))
     pq.write_table(table, tmp_path / "data" / "test-00000-of-00001.parquet", row_group_size=2)
@@ -91,7 +91,7 @@ def test_an_image_kept_as_a_path_is_read_from_beside_the_table(tmp_path) -> None
         read_image(open_dataset(tmp_path / "b.parquet").paths[0])
 
 
-def test_hidden_labels_are_no_labels(hub, tmp_path) -> None:
+def test_hidden_labels_are_missing_labels(hub, tmp_path) -> None:
     made(hub, labels=(-1, -1, -1)).to_parquet(str(tmp_path / "p.parquet"))
     data = open_dataset(tmp_path / "p.parquet")
     assert data.labels is None and data.classnames == ["grand piano", "cat"]

@@ -9,13 +9,13 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-# Threads that wait sleep, and do not spin: beside a busy neighbour a thread that spins uses up its share of a core, and
-# the one it waits for gets none. Steps took up to 60 times as long so. OpenMP reads it when its threads start.
+# Waiting threads sleep instead of spinning: on a busy machine a spinning thread uses up its share of a core, and the
+# thread it waits for gets none. Steps took up to 60 times as long. OpenMP reads this when its threads start.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 __version__ = "0.1.0"
 
-_HOME = {
+_MODULES = {
     "Features": "testtime.encoding.store",
     "FeatureError": "testtime.types",
     "ImageError": "testtime.types",
@@ -38,7 +38,7 @@ _HOME = {
     "toy": "testtime.synthetic",
 }
 
-__all__ = sorted([*_HOME, "__version__"])
+__all__ = sorted([*_MODULES, "__version__"])
 
 if TYPE_CHECKING:
     from testtime.encoding.encoders import load_encoder
@@ -64,9 +64,9 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULES:
         raise AttributeError(f"module 'testtime' has no attribute '{name}'")
-    return getattr(import_module(_HOME[name]), name)
+    return getattr(import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -4,7 +4,7 @@ import sys
 
 
 def main() -> None:
-    """The command line; an interrupt while it is being loaded ends it without a traceback."""
+    """The command line; an interrupt while it is loading ends it without a traceback."""
     try:
         from testtime.cli.app import main as command
     except KeyboardInterrupt:

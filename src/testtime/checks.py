@@ -1,9 +1,9 @@
-"""What every method, encoder and dataset promises, as checks that anyone can run on theirs.
+"""What every method, encoder and dataset promises, as checks that you can run on your own.
 
     from testtime.checks import check_dataset, check_encoder, check_method
     check_method(MyMethod())
 
-Each promise is a function that raises `CheckFailed`, naming it, where it is not kept.
+Each promise is a function that raises `CheckFailed` with its name if it is broken.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from testtime.types import Encoder, FeatureError, InputError, Method, MissingPar
 
 # how far logits may move when the same sum is taken in another order
 ORDER_TOLERANCE = {torch.float32: 2e-3, torch.float64: 1e-8}
-# how far features may move when they are computed beside others, by the precision that the encoder computes in
+# how far features may move when they are computed in another batch, by the precision that the encoder computes in
 BATCH_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
-READ = 16  # images of a dataset, about, that are read
+SAMPLE = 16  # about as many images of a dataset are read
 
 
 class CheckFailed(AssertionError):
-    """A promise that is not kept."""
+    """A broken promise."""
 
 
 def _expect(kept: bool, promise: str) -> None:
@@ -62,21 +62,21 @@ def finite_logits(method: Method, task: Task, stream: Tensor) -> None:
 
 
 def pure_steps(method: Method, task: Task, stream: Tensor) -> None:
-    """A step leaves the state and the views it was given alone, and gives the same answer twice."""
+    """A step does not modify its state and views, and gives the same answer twice."""
     state = Session(task, method)
     state.scan(stream[: len(stream) // 2])
     before, views = state.state, stream[-1]
     kept, kept_views = [leaf.clone() for leaf in leaves(before)], views.clone()
     first, after = method.step(task, before, views)
-    _expect(torch.equal(views, kept_views), "a step leaves its views alone")
-    _expect(all(map(torch.equal, leaves(before), kept)), "a step leaves the old state alone")
+    _expect(torch.equal(views, kept_views), "a step does not modify its views")
+    _expect(all(map(torch.equal, leaves(before), kept)), "a step does not modify the old state")
     second, again = method.step(task, before, views)
     _expect(torch.equal(first, second), "the same step gives the same logits")
     _expect(all(map(torch.equal, leaves(after), leaves(again))), "the same step gives the same state")
 
 
 def exact_resume(method: Method, task: Task, stream: Tensor) -> None:
-    """Saved in the middle and loaded, a session goes on bit for bit."""
+    """A session that is saved midway and loaded resumes bit for bit."""
     whole = Session(task, method).scan(stream)
     half = len(stream) // 2
     with tempfile.TemporaryDirectory() as folder:
@@ -84,7 +84,7 @@ def exact_resume(method: Method, task: Task, stream: Tensor) -> None:
         first = session.scan(stream[:half])
         loaded = Session.load(session.save(Path(folder) / "half.safetensors"), task)
     _expect(loaded.count == half, "a loaded session knows how many images it has seen")
-    _expect(torch.equal(torch.cat([first, loaded.scan(stream[half:])]), whole), "a resumed stream is bit for bit")
+    _expect(torch.equal(torch.cat([first, loaded.scan(stream[half:])]), whole), "a resumed stream is bit-identical")
 
 
 def fixed_state(method: Method, task: Task, stream: Tensor) -> None:
@@ -166,7 +166,7 @@ METHOD_CHECKS: tuple[Callable[[Method, Task, Tensor], None], ...] = (
 
 
 def check_method(method: Method, task: Task | None = None, stream: Tensor | None = None) -> None:
-    """Hold a method to every promise; quiet when all are kept."""
+    """Check every promise of a method; silent if all are kept."""
     if task is None or stream is None:
         task, stream, _ = toy(images=24, views=12)
     for check in METHOD_CHECKS:
@@ -177,7 +177,7 @@ def check_method(method: Method, task: Task | None = None, stream: Tensor | None
 
 
 def reloads_by_name(encoder: Encoder, pixels: Tensor, texts: Sequence[str]) -> None:
-    """`load_encoder` makes the same encoder of its name."""
+    """`load_encoder` makes the same encoder from its name."""
     try:
         again = load_encoder(encoder.name, encoder.device, getattr(encoder, "dtype", None))
     except InputError as problem:
@@ -209,13 +209,13 @@ def unit_rows(encoder: Encoder, pixels: Tensor, texts: Sequence[str]) -> None:
 
 
 def same_rows_twice(encoder: Encoder, pixels: Tensor, texts: Sequence[str]) -> None:
-    """The same input gives the same numbers, also from several threads at a time."""
+    """The same input gives the same numbers, also from several threads at once."""
     images, sentences = encoder.encode_images(pixels), encoder.encode_texts(texts)
     _expect(torch.equal(encoder.encode_images(pixels), images), "the same images have the same features")
     _expect(torch.equal(encoder.encode_texts(texts), sentences), "the same texts have the same features")
     with ThreadPoolExecutor(4) as pool:
         for rows in pool.map(encoder.encode_images, [pixels] * 4):
-            _close(encoder, rows, images, "several threads at a time get the same features")
+            _close(encoder, rows, images, "several threads at once get the same features")
 
 
 def batch_irrelevant(encoder: Encoder, pixels: Tensor, texts: Sequence[str]) -> None:
@@ -233,7 +233,7 @@ def empty_batches(encoder: Encoder, pixels: Tensor, texts: Sequence[str]) -> Non
 
 
 def wrong_input_refused(encoder: Encoder, pixels: Tensor, texts: Sequence[str]) -> None:
-    """One image without its batch, grey images, and one string where a list is meant are refused."""
+    """An image without a batch axis, greyscale images, and a string in place of a list are refused."""
     for what, wrong in (("images (3, H, W)", pixels[0]), ("images (B, 1, H, W)", pixels[:, :1])):
         with _refused(what, InputError):
             encoder.encode_images(wrong)
@@ -241,7 +241,7 @@ def wrong_input_refused(encoder: Encoder, pixels: Tensor, texts: Sequence[str]) 
         encoder.encode_texts(texts[0])
 
 
-def inputs_told_apart(encoder: Encoder, pixels: Tensor, texts: Sequence[str]) -> None:
+def inputs_distinguished(encoder: Encoder, pixels: Tensor, texts: Sequence[str]) -> None:
     """Different images, and different sentences, have different features."""
     for what, rows in (("images", encoder.encode_images(pixels)), ("sentences", encoder.encode_texts(texts))):
         apart = torch.pdist(rows.double())
@@ -249,18 +249,18 @@ def inputs_told_apart(encoder: Encoder, pixels: Tensor, texts: Sequence[str]) ->
 
 
 def prompts_start_at_texts(encoder: Encoder, pixels: Tensor, texts: Sequence[str]) -> None:
-    """Where soft prompts are offered, they begin at the features of the words they stand for, and have gradients."""
+    """Soft prompts, if the encoder has them, start at the features of their words, and have gradients."""
     if not isinstance(encoder, PromptEncoder):
         return
     names = ["cat", "grand piano", "fox"]
     try:
         context = build_context(encoder, names)
-    except MissingPart:  # one of its models may have no text tower that gradients can pass
+    except MissingPart:  # one of its models may have no differentiable text tower
         return
     tokens = context.start.float().requires_grad_()
     prototypes = context(tokens)
     _close(
-        encoder, prototypes, encoder.encode_texts([f"{WORDS} {name}." for name in names]), "soft prompts begin at texts"
+        encoder, prototypes, encoder.encode_texts([f"{WORDS} {name}." for name in names]), "soft prompts start at texts"
     )
     (gradient,) = torch.autograd.grad(prototypes[0, 0], tokens)
     _expect(bool(torch.isfinite(gradient).all() and gradient.any()), "gradients reach the tokens of soft prompts")
@@ -278,23 +278,23 @@ ENCODER_CHECKS: tuple[Callable[[Encoder, Tensor, Sequence[str]], None], ...] = (
     batch_irrelevant,
     empty_batches,
     wrong_input_refused,
-    inputs_told_apart,
+    inputs_distinguished,
     prompts_start_at_texts,
     reloads_by_name,
 )
 
 
 def check_encoder(encoder: Encoder) -> None:
-    """Hold an encoder to every promise, on made-up pictures that its own `preprocess` brings in shape."""
+    """Check every promise of an encoder, on synthetic images run through its own `preprocess`."""
     _expect(isinstance(encoder.preprocess, Preprocess), f"`preprocess` is a Preprocess; it is {encoder.preprocess!r}")
-    pixels = torch.stack([clean(_picture(size), encoder.preprocess) for size in ((64, 48), (30, 200), (500, 400))])
+    pixels = torch.stack([clean(_noise_image(size), encoder.preprocess) for size in ((64, 48), (30, 200), (500, 400))])
     texts = ["a photo of a cat.", "a dog", "the very large blue boat, seen from above on a summer's day"]
     for check in ENCODER_CHECKS:
         check(encoder, pixels, texts)
 
 
-def _picture(size: tuple[int, int]) -> Image.Image:
-    """Coarse noise of that size, as a photograph is rather than a hum; another size, another picture."""
+def _noise_image(size: tuple[int, int]) -> Image.Image:
+    """Coarse noise of that size, closer to a photograph than white noise; each size gives another image."""
     pixels = torch.randint(256, (8, 8, 3), generator=torch.Generator().manual_seed(sum(size)), dtype=torch.uint8)
     return Image.fromarray(pixels.numpy()).resize(size, Image.Resampling.BICUBIC)
 
@@ -309,17 +309,17 @@ def holds_images(dataset: Dataset) -> None:
 
 
 def labels_in_range(dataset: Dataset) -> None:
-    """Labels are None, or for each image the place of its class among the names."""
+    """Labels are None, or for each image the index of its class among the names."""
     if dataset.labels is None:
         return
     _expect(len(dataset.labels) == len(dataset), f"{len(dataset)} images have {len(dataset.labels)} labels")
-    for place, label in enumerate(dataset.labels):
+    for index, label in enumerate(dataset.labels):
         known = type(label) is int and 0 <= label < len(dataset.classnames)
-        _expect(known, f"labels are whole numbers below {len(dataset.classnames)}; label {place} is {label!r}")
+        _expect(known, f"labels are whole numbers below {len(dataset.classnames)}; label {index} is {label!r}")
 
 
 def class_names_valid(dataset: Dataset) -> None:
-    """Class names can be told apart by an encoder: two or more, and none is empty. Unlabelled images need none."""
+    """Class names can be encoded: two or more, and none is empty. Unlabelled images need none."""
     if dataset.labels is None and not dataset.classnames:
         return
     try:
@@ -329,26 +329,26 @@ def class_names_valid(dataset: Dataset) -> None:
 
 
 def images_readable(dataset: Dataset) -> None:
-    """Images can be read: some from the whole length of the dataset are."""
-    for place in range(0, len(dataset), max(1, len(dataset) // READ)):
+    """Images can be read: a sample spread over the dataset is."""
+    for index in range(0, len(dataset), max(1, len(dataset) // SAMPLE)):
         try:
-            read_image(dataset.paths[place])
+            read_image(dataset.paths[index])
         except InputError as problem:
-            raise CheckFailed(f"images can be read; image {place} is not: {problem}") from problem
+            raise CheckFailed(f"images can be read; image {index} is not: {problem}") from problem
 
 
 def order_stable(dataset: Dataset) -> None:
-    """Images come in the same order under the same names every time, one by one as all together."""
+    """Images come in the same order under the same names every time, whether by index or by iteration."""
     names = [str(path) for path in dataset.paths]
     _expect([str(path) for path in dataset.paths] == names, "images come in the same order every time")
     _expect([str(dataset.paths[i]) for i in range(len(dataset))] == names, "`paths[i]` is the image that comes at i")
 
 
 def names_unique(dataset: Dataset) -> None:
-    """`str()` of an image names it and no other."""
+    """`str()` of an image is unique to it."""
     names = [str(path) for path in dataset.paths]
     twice = len(names) - len(set(names))
-    _expect(not twice, f"every image has a name of its own; {twice} of {len(names)} share one")
+    _expect(not twice, f"every image has a unique name; {twice} of {len(names)} share one")
 
 
 DATASET_CHECKS: tuple[Callable[[Dataset], None], ...] = (
@@ -362,6 +362,6 @@ DATASET_CHECKS: tuple[Callable[[Dataset], None], ...] = (
 
 
 def check_dataset(dataset: Dataset) -> None:
-    """Hold a dataset to every promise; quiet when all are kept."""
+    """Check every promise of a dataset; silent if all are kept."""
     for check in DATASET_CHECKS:
         check(dataset)

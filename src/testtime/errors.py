@@ -1,8 +1,8 @@
-"""What can go wrong. Nothing heavy is imported here, so that the command line starts at once.
+"""All errors. Nothing heavy is imported here, so that the command line starts fast.
 
 The error tree:
 
-    TesttimeError            something failed while working (exit code 1)
+    TesttimeError            something failed at run time (exit code 1)
     ├── Interrupted          stopped by Ctrl-C (exit code 130)
     └── InputError           the input or the options are wrong (exit code 2)
         ├── UnknownName      no method, encoder, dataset or setting of that name
@@ -10,28 +10,28 @@ The error tree:
         ├── FeatureError     features or a feature file that cannot be used
         ├── ImageError       an image that cannot be read
         ├── StateError       a saved session that does not fit
-        └── MissingPart      an extra, a checkpoint or a capability that is not there
+        └── MissingPart      an extra, a checkpoint or a capability that is missing
 """
 
 from __future__ import annotations
 
-UNENCODABLE = "backslashreplace"  # what becomes of a file name that is not UTF-8, wherever it is written
+UNENCODABLE = "backslashreplace"  # error handler for writing file names that are not UTF-8
 
 
 class TesttimeError(Exception):
-    """Something failed while working."""
+    """Something failed at run time."""
 
     exit_code = 1
 
 
 class Interrupted(TesttimeError):
-    """Stopped by Ctrl-C; the message says what is kept and how to go on."""
+    """Stopped by Ctrl-C; the message says what was saved and how to resume."""
 
     exit_code = 130
 
 
 class InputError(TesttimeError):
-    """The input or the options are wrong; the message names the value and the way out."""
+    """The input or the options are wrong; the message names the value and how to fix it."""
 
     exit_code = 2
 
@@ -57,4 +57,4 @@ class StateError(InputError):
 
 
 class MissingPart(InputError):
-    """An extra, a checkpoint or a capability that is not there."""
+    """An extra, a checkpoint or a capability that is missing."""

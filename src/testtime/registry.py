@@ -1,7 +1,7 @@
-"""Names to things of four kinds: methods, encoders, datasets and prompt sets. Settings read from text, helpful misses.
+"""Methods, encoders, datasets and prompt sets by name; settings parsed from text; helpful errors for unknown names.
 
-Each kind has a table of ours, and a group of entry points (`testtime.methods`, `testtime.encoders`,
-`testtime.datasets`, `testtime.prompts`) for those of other packages; `docs/extend.md` has an example of each.
+Each kind has a built-in table, and an entry-point group (`testtime.methods`, `testtime.encoders`,
+`testtime.datasets`, `testtime.prompts`) for plug-ins; `docs/extend.md` has an example of each.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0":
 
 
 def unknown(kind: str, name: str, available: Iterable[str], meant: str | None = None) -> UnknownName:
-    """An error that names what was asked for, the nearest thing to it (or what is `meant`), and all there is."""
+    """An error that names what was requested, the closest match (or what is `meant`), and all available names."""
     names = sorted(available)
-    near = [meant] if meant else get_close_matches(name.lower(), names, n=1, cutoff=0.5)
-    hint = f" Did you mean '{near[0]}'?" if near else ""
+    close = [meant] if meant else get_close_matches(name.lower(), names, n=1, cutoff=0.5)
+    hint = f" Did you mean '{close[0]}'?" if close else ""
     return UnknownName(f"Unknown {kind} '{name}'.{hint} Available: {', '.join(names)}.")
 
 
@@ -42,30 +42,30 @@ def load(target: str) -> Any:
 
 
 def summary(thing: object) -> str:
-    """One line on a thing: its `summary`, how many templates it is, or the first line of its docstring."""
-    if said := getattr(thing, "summary", ""):
-        return str(said)
+    """One line on an entry: its `summary`, its templates, or the first line of its docstring."""
+    if text := getattr(thing, "summary", ""):
+        return str(text)
     if isinstance(thing, Sequence) and thing:
         return f"'{thing[0]}'" if len(thing) == 1 else f"{len(thing)} templates, '{thing[0]}' to '{thing[-1]}'"
     return (getattr(thing, "__doc__", None) or "").strip().partition("\n")[0]
 
 
 class Entry(NamedTuple):
-    """One of ours in the table of its kind."""
+    """A built-in entry in the table of its kind."""
 
-    target: object  # the thing itself, or "module:name", imported when it is asked for
-    usage: str = ""  # how its name is written, where more belongs to it
-    summary: str = ""  # one line for listings; that of the thing itself where it is left out
+    target: object  # the object itself, or "module:name", imported on first use
+    usage: str = ""  # how its name is written, if it takes arguments
+    summary: str = ""  # one line for listings; by default the object's own
 
 
 @dataclass(frozen=True)
 class Kind(Generic[T]):
-    """All things of one kind by name: ours, and those of installed plug-ins. A name of ours stays ours."""
+    """All entries of one kind by name, built in or from installed plug-ins. A plug-in cannot replace a built-in."""
 
     word: str  # what messages call one of them
-    group: str  # of the plug-ins' entry points
-    ours: dict[str, Entry]
-    folded: Callable[[str], str] = str  # names that this makes equal are one
+    group: str  # the plug-ins' entry-point group
+    ours: dict[str, Entry]  # built in
+    folded: Callable[[str], str] = str  # names that this makes equal are the same
 
     def plug_ins(self) -> dict[str, EntryPoint]:
         """The entry points of other packages by name, sorted."""
@@ -74,19 +74,19 @@ class Kind(Generic[T]):
         return {name: points[name] for name in sorted(points) if self.folded(name) not in ours}
 
     def names(self) -> list[str]:
-        """Our names in the order of the table, then those of plug-ins."""
+        """Built-in names in the order of the table, then those of plug-ins."""
         return [*self.ours, *self.plug_ins()]
 
     def known(self, name: str) -> str | None:
-        """The name as it is listed, None where there is none such."""
+        """The name as it is listed, None if it is unknown."""
 
-        def among(names: Iterable[str]) -> str | None:
+        def match(names: Iterable[str]) -> str | None:
             return next((known for known in names if self.folded(known) == self.folded(name)), None)
 
-        return among(self.ours) or among(self.plug_ins())  # which takes a look at every installed package
+        return match(self.ours) or match(self.plug_ins())  # which scans every installed package
 
     def find(self, name: str) -> T:
-        """The thing of that name, imported now; a plug-in that cannot be imported is a MissingPart."""
+        """The object of that name, imported now; MissingPart for a plug-in that cannot be imported."""
         known = self.known(name)
         if known is None:
             raise unknown(self.word, name, self.names())
@@ -96,15 +96,15 @@ class Kind(Generic[T]):
         point = self.plug_ins()[known]
         try:
             return point.load()
-        except (Exception, SystemExit) as problem:  # another package's code, which may do anything
+        except (Exception, SystemExit) as problem:  # another package's code, which may raise anything
             reason = " ".join(f"{type(problem).__name__}: {problem}".split())[:200]
             raise MissingPart(
                 f"{self.word.capitalize()} '{known}' is a plug-in that cannot be imported, {point.value} ({reason}). "
-                "Mend or uninstall its package."
+                "Fix or uninstall its package."
             ) from problem
 
     def listing(self, on_broken: Callable[[str], None]) -> list[tuple[str, str]]:
-        """How each name is written, with one line on it; `on_broken` hears of plug-ins that cannot be imported."""
+        """How each name is written, with one line on it; `on_broken` is called for plug-ins that fail to import."""
         rows = []
         for name in self.names():
             entry = self.ours.get(name, Entry(None))
@@ -136,7 +136,7 @@ METHODS: Kind[type[Any]] = Kind(
 
 
 def method_names() -> list[str]:
-    """The names of all methods, ours and those of installed plug-ins, sorted."""
+    """The names of all methods, including those of installed plug-ins, sorted."""
     return sorted(METHODS.names())
 
 
@@ -146,7 +146,7 @@ def method_class(name: str) -> type[Any]:
 
 
 def make_method(name: str, preset: str | None = None, settings: Mapping[str, object] | None = None) -> Method:
-    """A method by name, with settings as values or as the text a person typed.
+    """A method by name, with settings as values or as text.
 
     >>> make_method("dpe", "paper", {"alpha": "4", "steps": 2}).alpha
     4.0
@@ -174,19 +174,19 @@ def kinds(method: Any) -> dict[str, Any]:
 
 
 def require(condition: bool, name: str, value: object, wanted: str) -> None:
-    """Refuse a setting whose value is out of range, saying what it may be."""
+    """Refuse a setting whose value is out of range, saying what is allowed."""
     if not condition:
         raise SettingError(f"Setting {name}={value!r}: {wanted}.")
 
 
 def read_setting(cls: type[Any], key: str, value: object) -> object:
-    """`value` as the type of the setting `key`, from text if need be."""
+    """`value` converted to the type of the setting `key`; it may be text."""
     if key not in kinds(cls):
         raise unknown(f"setting of {cls.name}", key, kinds(cls))
     try:
         return _convert(kinds(cls)[key], value)
     except (TypeError, ValueError):
-        raise SettingError(f"Setting {key}={value!r}: expected {_wanted(kinds(cls)[key])}.") from None
+        raise SettingError(f"Setting {key}={value!r}: expected {_expected(kinds(cls)[key])}.") from None
 
 
 def _convert(kind: Any, value: Any) -> object:
@@ -217,9 +217,9 @@ def _convert(kind: Any, value: Any) -> object:
     return kind(value)
 
 
-def _wanted(kind: Any) -> str:
+def _expected(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return " or ".join(map(str, get_args(kind)))
     if get_origin(kind) is tuple:
-        return f"{len(get_args(kind))} numbers with commas between"
+        return f"{len(get_args(kind))} comma-separated numbers"
     return {bool: "true or false", int: "a whole number", float: "a finite number"}.get(kind, str(kind))

@@ -1,4 +1,4 @@
-"""A small made-up stream for examples and tests: no image, no encoder, the same numbers every time."""
+"""A small synthetic stream for examples and tests: no images, no encoder, the same numbers every time."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def toy(
     >>> stream.shape, labels.shape, task.classnames[:2]
     (torch.Size([10, 4, 32]), torch.Size([10]), ('class 0', 'class 1'))
     """
-    noise = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=noise, dtype=torch.float64)
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
 
     shared = 1.5 * unit(normal(dim))
     text = unit(shared + unit(normal(classes, dim)))
     centres = text + 0.7 * unit(normal(classes, dim)) + 0.5 * unit(normal(dim))
-    labels = torch.randint(classes, (images,), generator=noise)
+    labels = torch.randint(classes, (images,), generator=generator)
     features = centres[labels] + 0.8 * unit(normal(images, dim))
     stream = features[:, None] + 0.6 * unit(normal(images, views, dim))
     stream[:, 0] = features  # row 0 is the image itself

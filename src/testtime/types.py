@@ -1,4 +1,4 @@
-"""The words everything else is written in: tasks, predictions, protocols and errors."""
+"""The shared types: tasks, predictions, protocols and errors."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class StoredImage(Protocol):
-    """An image that is no file of its own: a member of an archive, a row of a table. A Path is one too.
+    """An image inside another file: a member of an archive, a row of a table. A Path is one too.
 
-    Its `str()` names it, always the same, as a path does.
+    Its `str()` is a stable name, as for a path.
     """
 
     def read_bytes(self) -> bytes:
@@ -36,11 +36,11 @@ class StoredImage(Protocol):
 
 
 class Context(Protocol):
-    """A differentiable way from prompt tokens to prototypes, through the encoder's text tower."""
+    """A differentiable function from prompt tokens to prototypes, through the encoder's text tower."""
 
     @property
     def start(self) -> Tensor:
-        """The tokens to start from, (n, width): those of "a photo of a", say."""
+        """The initial tokens, (n, width): for example those of "a photo of a"."""
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """Unit prototypes of prompts that begin with `tokens`: (n, width) -> (C, D), or (B, n, width) -> (B, C, D).
@@ -49,12 +49,12 @@ class Context(Protocol):
         """
 
     def by_class(self, tokens: Tensor) -> Tensor:
-        """Unit prototypes where every class has tokens of its own: (C, n, width) -> (C, D)."""
+        """Unit prototypes where every class has its own tokens: (C, n, width) -> (C, D)."""
 
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """What to tell apart: class names and their text prototypes.
+    """What to classify: class names and their text prototypes.
 
     `text` is (C, D), one row per class, unit rows. Its dtype and device are those of the whole computation.
     `scale` is the logit scale: logits are `scale * cosine`. `context`, where the encoder offers one, is a
@@ -83,7 +83,7 @@ class Task:
             raise FeatureError(f"{len(self.classnames)} class names for {len(self.text)} text prototypes.")
         if len(self.classnames) < 2:
             raise InputError(
-                f"One class ({', '.join(self.classnames) or 'none'}) leaves nothing to tell apart; give two or more."
+                f"One class ({', '.join(self.classnames) or 'none'}) leaves nothing to classify; give two or more."
             )
         if not torch.isfinite(self.text).all():
             raise FeatureError("Text prototypes hold NaN or infinity.")
@@ -111,7 +111,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prediction:
-    """One image's answer, beside what the frozen classifier would have said."""
+    """One image's answer, beside that of the frozen classifier."""
 
     label: str
     confidence: float  # probability of `label`, 0 to 1
@@ -127,9 +127,10 @@ class Prediction:
     def of(
         cls, task: Task, method: Method, logits: Tensor, feature: Tensor, learned: Tensor | bool, image: int
     ) -> Prediction:
-        """The answer that a method's logits (C,) give, beside that of the frozen classifier to a feature (D,).
+        """The answer from a method's logits (C,), beside that of the frozen classifier for a feature (D,).
 
-        All is fetched from the device at once. What is not finite is refused; `image` is its place in the input.
+        Everything is copied from the device at once. Non-finite values are refused; `image` is the image's position in
+        the input.
         """
         with torch.inference_mode():
             learns = torch.as_tensor(learned).to(logits).reshape(1)
@@ -155,18 +156,18 @@ class Prediction:
 
 
 def check_finite(method: Method, rows: Tensor, first: int) -> None:
-    """Refuse answers (N, ...) that hold NaN or infinity; `first` is the place in the input of the first image."""
-    if not (good := torch.isfinite(rows)).all():
-        wrong = first + int((~good).any(1).nonzero()[0])
+    """Refuse answers (N, ...) that hold NaN or infinity; `first` is the position in the input of the first image."""
+    if not (finite := torch.isfinite(rows)).all():
+        image = first + int((~finite).any(1).nonzero()[0])
         raise InputError(
-            f"Method '{method.name}' gives NaN or infinity for image {wrong}. Give it settings and "
-            "a logit scale of ordinary size, and start anew or from a state saved before."
+            f"Method '{method.name}' gives NaN or infinity for image {image}. Use settings and a logit scale of "
+            "moderate size, and start again or resume from an earlier saved state."
         )
 
 
 @dataclass(frozen=True)
 class Preprocess:
-    """How a model wants its images; the clean view is made by exactly this."""
+    """How a model's images are preprocessed; the clean view is made exactly like this."""
 
     size: int = 224  # side of the square that the model sees
     resize: int = 224  # what the image is scaled to before the centre crop
@@ -183,24 +184,24 @@ class Preprocess:
         if self.interpolation not in ("bicubic", "bilinear"):
             raise InputError(f"Unknown interpolation {self.interpolation!r}. Available: bicubic, bilinear.")
         if len(self.mean) != 3 or len(self.std) != 3 or not min(self.std) > 0:
-            raise InputError(f"Expected 3 means and 3 positive deviations; got {self.mean}, {self.std}.")
+            raise InputError(f"Expected 3 means and 3 positive standard deviations; got {self.mean}, {self.std}.")
 
 
 class Variations(Protocol):
-    """Where an image's variations come from."""
+    """A source of variations of an image."""
 
     def __call__(self, image: Image, count: int, seed: int) -> list[Image]:
-        """`count` images that show what `image` shows, in RGB; the same arguments, the same images."""
+        """`count` RGB images with the content of `image`; the same arguments give the same images."""
 
 
-MOST_VIEWS = 10_000  # 6 GB of pixels at 224 a side
+MAX_VIEWS = 10_000  # 6 GB of pixels at 224 a side
 
 
 @dataclass(frozen=True)
 class ViewPlan:
-    """Which views an image gets: itself, `count - 1` random crops, and with `variations` as many of these.
+    """Which views an image gets: itself, `count - 1` random crops, and with `variations` as many of those.
 
-    Views depend on the image, the seed and the image's index in the input; nothing else.
+    Views depend only on the image, the seed and the image's index in the input.
     """
 
     count: int = 1
@@ -210,17 +211,17 @@ class ViewPlan:
 
     def __post_init__(self) -> None:
         if self.count < 1:
-            raise InputError(f"views={self.count}: at least the image itself is needed, so 1 or more.")
-        if self.count > MOST_VIEWS:
-            raise InputError(f"views={self.count}: more than {MOST_VIEWS:,} of one image would fill the memory.")
+            raise InputError(f"views={self.count}: must be 1 or more, since the image itself counts.")
+        if self.count > MAX_VIEWS:
+            raise InputError(f"views={self.count}: must be {MAX_VIEWS:,} or less, to fit in memory.")
 
     @property
     def total(self) -> int:
-        """How many there are in all."""
+        """The total number of views."""
         return self.count if self.variations is None else 2 * self.count - 1
 
     def metadata(self) -> dict[str, str]:
-        """What a file says of the variations: nothing, where there are none."""
+        """Metadata of the variations; empty if there are none."""
         return {} if self.variations is None else {"variations": getattr(self.variations, "name", "own")}
 
 
@@ -230,7 +231,7 @@ class Encoder(Protocol):
 
     @property
     def name(self) -> str:
-        """What `load_encoder` takes to make this encoder again."""
+        """The name under which `load_encoder` loads this encoder again."""
 
     @property
     def dim(self) -> int:
@@ -238,7 +239,7 @@ class Encoder(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """The device it runs on."""
 
     @property
     def scale(self) -> float:
@@ -246,12 +247,12 @@ class Encoder(Protocol):
 
     @property
     def preprocess(self) -> Preprocess:
-        """How the model wants its images: size, resampling, mean and deviation."""
+        """How the model's images are preprocessed: size, resampling, mean and standard deviation."""
 
     def encode_images(self, pixels: Tensor) -> Tensor:
         """Unit features of preprocessed images: (B, 3, H, W) -> (B, D) float32, on the encoder's device.
 
-        Called from several threads at a time.
+        Called from several threads at once.
         """
 
     def encode_texts(self, texts: Sequence[str]) -> Tensor:
@@ -260,7 +261,7 @@ class Encoder(Protocol):
 
 @runtime_checkable
 class DeviceEncoder(Encoder, Protocol):
-    """An encoder that offers its image tower: on a GPU it is captured, behind views that are made there too."""
+    """An encoder that exposes its image tower: on a GPU it is captured in a CUDA graph, after views made there too."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -269,20 +270,20 @@ class DeviceEncoder(Encoder, Protocol):
     def image_tower(self) -> Callable[[Tensor], Tensor]:
         """A function from normalised pixels (B, 3, H, W) in that precision to features (B, D), not yet unit rows.
 
-        Tensors in, a tensor out, nothing read back: it is captured in a graph. Weights may be laid out anew for it.
+        Tensors in, a tensor out, no synchronisation: it is captured in a CUDA graph. It may change the weights' layout.
         """
 
 
 @runtime_checkable
 class PromptEncoder(Encoder, Protocol):
-    """An encoder that offers a way from prompt tokens to prototypes, for prompt tuning."""
+    """An encoder that computes prototypes from prompt tokens, for prompt tuning."""
 
     def soft_prompts(self, classnames: Sequence[str], words: str, chunk: int) -> Context:
-        """The context of these classes that starts from `words`; `chunk` classes pass the text tower at a time."""
+        """The context of these classes, starting from `words`; the text tower takes `chunk` classes at a time."""
 
 
 class Method(Protocol):
-    """What a method promises; `testtime.checks` holds it to that.
+    """What a method promises; `testtime.checks` verifies it.
 
     A method is a frozen dataclass of plain settings with pure functions. `methods.base.Base` supplies
     `scan`, `learned`, `probabilities` and `check`.
@@ -290,7 +291,7 @@ class Method(Protocol):
 
     @property
     def name(self) -> str:
-        """What it goes by."""
+        """The method's name."""
 
     def init(self, task: Task) -> Any:
         """The state before the first image: a NamedTuple of tensors of fixed shape."""
@@ -302,9 +303,9 @@ class Method(Protocol):
         """Logits (N, C) and the state after the last of N images (N, V, D)."""
 
     def learned(self, before: Any, after: Any) -> Tensor | bool:
-        """Whether the step from `before` to `after` changed what later images will meet: () bool.
+        """Whether the step from `before` to `after` changed what later images will see: () bool.
 
-        A tensor on the state's device, so that a GPU need not be waited for.
+        A tensor on the state's device, which avoids a GPU synchronisation.
         """
 
     def probabilities(self, logits: Tensor) -> Tensor:

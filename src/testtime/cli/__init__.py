@@ -1,1 +1,1 @@
-"""The commands of `testtime`, a file for each kind. Each parses, calls the library and prints."""
+"""The commands of `testtime`, one file for each kind. Each parses, calls the library and prints."""

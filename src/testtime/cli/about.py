@@ -22,9 +22,9 @@ KINDS = {
     "datasets": "testtime.datasets:DATASETS",
     "prompts": "testtime.text.templates:PROMPTS",
 }
-FORMS = [  # of datasets that have no name
-    ("FOLDER", "Your own images; folders named after a class give labels to score with"),
-    ("FILE.tar, FILE.csv, ...", "Shards of webdataset, a table of paths and labels, Parquet, a saved dataset"),
+FORMS = [  # datasets that are given by path
+    ("FOLDER", "Your own images; folders named after classes give labels for scoring"),
+    ("FILE.tar, FILE.csv, ...", "webdataset shards, a table of paths and labels, Parquet, a saved dataset"),
     ("FILE.safetensors", "Features made by 'testtime encode', for 'testtime replay' and 'report'"),
 ]
 
@@ -33,7 +33,7 @@ FORMS = [  # of datasets that have no name
 def list_(
     what: Annotated[str, typer.Argument(metavar="|".join(KINDS), help="What to list.")] = "methods",
 ) -> None:
-    """List the methods, encoders, datasets or sets of prompts there are, those of plug-ins included."""
+    """List the available methods, encoders, datasets or prompt sets, including those of plug-ins."""
     from testtime import registry
 
     if what not in KINDS:
@@ -65,7 +65,7 @@ def demo(
 
 @app.command(epilog="Example:  testtime version")
 def version() -> None:
-    """Print the version, and those of the libraries that numbers depend on."""
+    """Print the version, and those of the libraries that results depend on."""
     import platform
 
     out.print(
@@ -75,9 +75,9 @@ def version() -> None:
 
 
 def _torch_version() -> str:
-    """What `torch.__version__` is, read from its file: importing torch takes seconds.
+    """`torch.__version__`, read from its file: importing torch takes seconds.
 
-    The version of the installed package will not do. It has no CUDA in it: 2.6.0 where torch says 2.6.0+cu124.
+    The version of the installed package lacks the CUDA version: 2.6.0 instead of 2.6.0+cu124.
     """
     from importlib.util import find_spec
     from runpy import run_path

@@ -1,4 +1,4 @@
-"""The command line: parse, call, print. The commands are in modules of their names; here is what they share."""
+"""The command line: parse, call, print. Each command is in the module of its name; this is what they share."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from testtime.cli.terminal import err
 from testtime.errors import InputError, Interrupted, TesttimeError
 from testtime.machine.interrupts import on_interrupt
 
-STOPPED = "Interrupted. No half-written file is left; start it again."
+STOPPED = "Interrupted. No partial file was left; run the command again."
 
 
 class Commands(TyperGroup):
-    """The commands, with two endings that typer has its own way with: an interrupt, and a reader who has gone."""
+    """The commands, with two cases that typer handles differently: an interrupt, and a closed output pipe."""
 
     def invoke(self, ctx: Any) -> Any:
-        with on_interrupt(lambda: STOPPED), unread():
+        with on_interrupt(lambda: STOPPED), closed_pipe_allowed():
             return super().invoke(ctx)
 
     def make_context(self, *arguments: Any, **options: Any) -> Any:
-        with unread():  # here help is printed
+        with closed_pipe_allowed():  # this prints the help
             return super().make_context(*arguments, **options)
 
 
 @contextmanager
-def unread() -> Iterator[None]:
-    """End well where nobody reads on, as with `| head`."""
+def closed_pipe_allowed() -> Iterator[None]:
+    """Exit with code 0 if the output pipe is closed, as by `| head`."""
     try:
         try:
             yield
@@ -46,7 +46,7 @@ def unread() -> Iterator[None]:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(0)
-    except SystemExit as stop:  # rich has noticed first
+    except SystemExit as stop:  # rich may have noticed first
         sys.exit(0 if isinstance(stop.__context__, BrokenPipeError) else stop.code)
 
 
@@ -57,14 +57,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Zero-shot image classifiers that get better while they are in use.\n\n"
-    "[bold]testtime demo[/] shows it in a minute; [bold]testtime run PHOTOS --classes cat,dog[/] does it with yours.",
-    epilog="Exit codes: 0 done, 1 failed while working, 2 wrong input or options, 130 interrupted. "
+    "[bold]testtime demo[/] shows it in a minute; [bold]testtime run PHOTOS --classes cat,dog[/] runs it on yours.",
+    epilog="Exit codes: 0 success, 1 run-time failure, 2 wrong input or options, 130 interrupted. "
     "--debug shows tracebacks.",
 )
 
 
 def _version(context: typer.Context, asked: bool) -> None:
-    if asked and not context.resilient_parsing:  # resilient: a shell asks what could come next
+    if asked and not context.resilient_parsing:  # resilient: a shell asks for completions
         about.version()
         raise typer.Exit
 
@@ -74,7 +74,7 @@ def _common(
     debug: Annotated[bool, flag("--debug", help="Show tracebacks.")] = False,
     version: Annotated[bool, flag("--version", help="Print the version.", is_eager=True, callback=_version)] = False,
 ) -> None:
-    """Options of every command; `main` has already seen --debug wherever it stood."""
+    """Options of every command; `main` has already read --debug, wherever it was given."""
 
 
 def _unwrapped(commands: typer.Typer) -> typer.Typer:
@@ -86,7 +86,7 @@ def _unwrapped(commands: typer.Typer) -> typer.Typer:
 
 
 for commands in (run, encode, replay, report, prompts, experiments, about):
-    app.add_typer(_unwrapped(commands.app))  # no name: its commands stand beside the others
+    app.add_typer(_unwrapped(commands.app))  # no name: its commands are at the top level
 app.add_typer(_unwrapped(data.app), name="data")
 
 
@@ -111,13 +111,13 @@ def main(argv: list[str] | None = None) -> None:
     except Exception as error:
         if debug:
             traceback.print_exc()
-        if isinstance(error, OSError) and error.strerror:  # a folder that may not be read, a full disk
+        if isinstance(error, OSError) and error.strerror:  # an unreadable folder, a full disk
             where = f"{error.filename}: " if error.filename else ""
             err.print(f"[bold red]error:[/] {escape(where + error.strerror)}.", soft_wrap=True, highlight=False)
             sys.exit(InputError.exit_code)
         err.print(
             f"[bold red]failed:[/] {escape(f'{type(error).__name__}: {error}')}\n"
-            "This is a fault in testtime or in a library under it; --debug shows where.",
+            "This is a bug in testtime or in a library that it uses; --debug shows where.",
             soft_wrap=True,
             highlight=False,
         )

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from testtime.datasets.benchmarks import Benchmark
     from testtime.datasets.check import Finding
 
-app = typer.Typer(no_args_is_help=True, help="Which datasets are there, and where to get the others.")
+app = typer.Typer(no_args_is_help=True, help="Show which datasets you have, and where to get the others.")
 
 STYLES = {"complete": "green", "found": "green", "half copied": "yellow", "differs": "yellow", "broken": "red"}
 
@@ -28,19 +28,19 @@ Json = Annotated[bool, flag("--json", help="One JSON object on standard output."
 @app.command(epilog="Example:  testtime data check ~/datasets")
 def check(
     root: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="The folder that holds the datasets, or one dataset's own.")
+        Path, typer.Argument(metavar="FOLDER", help="Folder that holds the datasets, or one dataset's own folder.")
     ],
     as_json: Json = False,
 ) -> None:
-    """Look for the fifteen benchmarks in a folder: found where, how many images, what is missing.
+    """Look for the fifteen benchmarks in a folder: where each is, how many images it has, what is missing.
 
-    Layouts of CoOp and of TPT are both found; so are the datasets of plug-ins. Exits 0 if something usable is there and
-    nothing is broken.
+    Both CoOp's and TPT's layouts are recognised, and datasets of plug-ins. The exit code is 0 if at least one dataset
+    is usable and none is broken.
     """
     from testtime.datasets.check import check_datasets
 
-    with waiting("looking") as status:
-        findings = check_datasets(root.expanduser(), lambda name: status.update(f"looking at {name}"))
+    with waiting("searching") as status:
+        findings = check_datasets(root.expanduser(), lambda name: status.update(f"checking {name}"))
     if as_json:
         print(json.dumps({"root": str(root), "datasets": [_finding(finding) for finding in findings]}))
     else:
@@ -58,7 +58,7 @@ def info(
     ],
     as_json: Json = False,
 ) -> None:
-    """Say what a benchmark holds, where it comes from, where it is looked for and how it is prompted."""
+    """Show a benchmark's size, source, terms, expected folders and prompts."""
     from testtime.datasets import benchmark, templates
 
     row = benchmark(name)
@@ -78,12 +78,12 @@ def info(
 def _rows(row: Benchmark, prompts: dict[str, list[str]]) -> list[tuple[str, str]]:
     rows = [
         ("name", row.name),
-        ("test part", f"{row.images:,} images, {row.classes:,} classes"),
+        ("test split", f"{row.images:,} images, {row.classes:,} classes"),
         ("download", row.archive),
         ("from", row.source),
         ("terms", row.terms),
-        ("layout of CoOp", row.coop),
-        ("layout of TPT", row.tpt),
+        ("CoOp layout", row.coop),
+        ("TPT layout", row.tpt),
     ]
     if row.split:
         rows.append(("listed in", row.split))
@@ -109,10 +109,10 @@ def _finding(finding: Finding) -> dict[str, object]:
 
 
 def _print_findings(findings: list[Finding], root: Path) -> None:
-    """The datasets that are there, what there is to say of them, and then those to download."""
+    """Print the datasets found, notes on them, and then those to download."""
     found = [finding for finding in findings if finding.folder is not None]
     if found:
-        gap = 2 if out.width >= 100 else 1  # a folder's name should not be broken
+        gap = 2 if out.width >= 100 else 1  # keeps a folder's name on one line
         table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, gap, 0, 0))
         table.add_column("dataset", style="bold", no_wrap=True)
         table.add_column("state", no_wrap=True)
@@ -128,7 +128,7 @@ def _print_findings(findings: list[Finding], root: Path) -> None:
                 f"{finding.row.images:,}" if finding.row else "",
                 f"{finding.classes:,}",
                 finding.layout,
-                escape(_below(finding.folder, root)),
+                escape(_relative(finding.folder, root)),
             )
         out.print(table)
     for finding in found:
@@ -137,8 +137,8 @@ def _print_findings(findings: list[Finding], root: Path) -> None:
             out.print(f"[{STYLES[finding.state]}]{finding.name}[/]: {notes}", highlight=False)
     missing = [finding for finding in findings if finding.folder is None]
     if missing:
-        out.print(f"\n[bold]Not there[/]: {len(missing)} of {len(findings)}", highlight=False)
-        wide = out.width >= 120  # an address is only of use on one line
+        out.print(f"\n[bold]Missing[/]: {len(missing)} of {len(findings)}", highlight=False)
+        wide = out.width >= 120  # a URL is only useful on one line
         table = Table(box=None, pad_edge=False, header_style="dim")
         for column in ("dataset", "download", "from")[: 3 if wide else 2]:
             table.add_column(column, style="bold" if column == "dataset" else "", no_wrap=True)
@@ -152,7 +152,7 @@ def _print_findings(findings: list[Finding], root: Path) -> None:
             out.print(f"[dim]split_zhou_*.json files are linked from {SPLITS}[/]", highlight=False)
 
 
-def _below(folder: Path | None, root: Path) -> str:
+def _relative(folder: Path | None, root: Path) -> str:
     if folder is None:
         return ""
     return str(folder.relative_to(root)) if folder.is_relative_to(root) else str(folder)

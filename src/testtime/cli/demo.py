@@ -1,4 +1,4 @@
-"""The demo: adaptation watched on real photographs, from features that come with the package."""
+"""The demo: adaptation live on real photographs, from features that come with the package."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def demo_stream() -> tuple[Task, Tensor, Tensor]:
         store = Features(path)
         task, views, labels = store.task(), store.read(0, len(store)), store.labels
     if labels is None:
-        raise RuntimeError("The packaged features have lost their labels.")
+        raise RuntimeError("The packaged features have no labels.")
     order = shuffled(len(views), SEED)
     return task, views[order], labels[order]
 
 
 def largest(task: Task, views: Tensor, labels: Tensor, count: int) -> tuple[Task, Tensor, Tensor]:
-    """The part of a stream that shows its `count` most frequent classes; ties go to the lower index."""
+    """The part of a stream with its `count` most frequent classes; ties go to the lower index."""
     frequency = labels.bincount(minlength=task.classes)
     classes = frequency.argsort(descending=True, stable=True)[:count].sort().values
     names = tuple(task.classnames[c] for c in classes.tolist())
@@ -80,15 +80,15 @@ def run_demo(folder: Path, console: Console, as_json: bool = False) -> None:
         "Command": "testtime demo",
     }
     path = write_atomic(folder / "report.html", html(sections, about, "testtime demo"))
-    picture = running_accuracy_svg(sections[0].curves, standalone=True, title=sections[0].subtitle)
-    write_atomic(folder / "accuracy.svg", picture)
+    figure = running_accuracy_svg(sections[0].curves, standalone=True, title=sections[0].subtitle)
+    write_atomic(folder / "accuracy.svg", figure)
     if as_json:
         print(json.dumps({"results": results, "report": str(path), "seconds": time.perf_counter() - started}))
     console.print(f"Report with the curves: [bold]{path}[/]", highlight=False)
 
 
 def _watch(title: str, task: Task, views: Tensor, labels: Tensor, *, console: Console) -> list[Runner]:
-    """Run every method over the stream side by side, the table keeping up."""
+    """Run every method over the stream side by side, with a live table."""
     runners = [Runner(name, Session(task, name), brier=None) for name in METHODS]
     heading = f"{title}: {len(views)} photographs"
     with Live(console=console, refresh_per_second=10, auto_refresh=False) as live:

@@ -14,14 +14,14 @@ from testtime.errors import InputError
 from testtime.machine.interrupts import on_interrupt
 
 app = typer.Typer()
-SHARD = 1000  # images, as a hint
+SHARD = 1000  # images per shard, as suggested after an interrupt
 
 
 @app.command(epilog="Example:  testtime encode photos/ --classes cat,dog,fox --views 64 --out photos.safetensors")
 def encode(
     context: typer.Context,
     images: options.Images,
-    output: Annotated[Path, typer.Option("--out", "-o", help="Feature file, or with --shard a folder.")],
+    output: Annotated[Path, typer.Option("--out", "-o", help="Feature file, or a folder with --shard.")],
     root: options.Root = None,
     classes: options.Classes = None,
     classes_file: options.ClassesFile = None,
@@ -35,13 +35,13 @@ def encode(
     seed: options.Seed = 0,
     limit: options.Limit = None,
     device: options.Device = "auto",
-    dtype: Annotated[str, typer.Option("--dtype", help="float16 or float32, as stored.")] = "float16",
-    shard: Annotated[int | None, typer.Option("--shard", help="Images to a shard; --out is then a folder.")] = None,
+    dtype: Annotated[str, typer.Option("--dtype", help="Stored precision: float16 or float32.")] = "float16",
+    shard: Annotated[int | None, typer.Option("--shard", help="Images per shard; --out is then a folder.")] = None,
     strict: options.Strict = False,
 ) -> None:
-    """Encode images once into a feature file that 'testtime replay' runs any method over.
+    """Encode images once into a feature file, for 'testtime replay' with any method.
 
-    Where every image comes with a label, or lies in a folder named after a class, replays are scored with these.
+    If every image has a label, or is in a folder named after a class, replays are scored.
     """
     from testtime import registry
     from testtime.encoding import encode as encoding
@@ -57,7 +57,7 @@ def encode(
     if dtype not in encoding.DTYPES:
         raise registry.unknown("dtype", dtype, encoding.DTYPES)
     if shard is not None and shard < 1:
-        raise InputError(f"--shard {shard}: at least one image to a shard.")
+        raise InputError(f"--shard {shard}: must be 1 or more.")
     source, count = options.variations_of(variations, views, paths, find_device(device))
     plan = ViewPlan(count, augmix, seed, source)
     check_place(output) if shard is None else check_folder(output)
@@ -73,9 +73,9 @@ def encode(
     def stopped() -> str:
         if shard is None:
             return (
-                f"Interrupted; nothing is kept. With --shard {SHARD}, what was done up to the last {SHARD} images is."
+                f"Interrupted; nothing was saved. With --shard {SHARD}, every {SHARD} images are saved along the way."
             )
-        return f"Interrupted. Finished shards are kept in {output}; the same command goes on after them."
+        return f"Interrupted. Finished shards are kept in {output}; run the same command again to resume."
 
     with on_interrupt(stopped), progress("images", len(paths)) as advance:
         done = encoding.encode(

@@ -26,37 +26,43 @@ if TYPE_CHECKING:
     from testtime.types import Encoder
 
 app = typer.Typer()
-WIDE = 240  # characters of a line in a pipe
+WIDE = 240  # characters per line in a pipe
 TABLES = ("json", "md", "html")
 
-Seeds = Annotated[str | None, typer.Option("--seeds", help="Seeds with commas between; else the protocol's.")]
+Seeds = Annotated[str | None, typer.Option("--seeds", help="Comma-separated seeds; by default the protocol's.")]
 Track = Annotated[str, typer.Option("--track", help="Settings: one-setting for all datasets, or per-dataset.")]
 Protocol = Annotated[
-    str, typer.Option("--protocol", help="Views, templates and DPE as released, or as in the paper: released, paper.")
+    str,
+    typer.Option("--protocol", help="released or paper: views, templates and DPE as in the code or the paper."),
 ]
 RecipeViews = Annotated[
-    int | None, typer.Option("--views", help="Views per image; else as the dataset's recipe says, 1 for your own.")
+    int | None,
+    typer.Option(
+        "--views", help="Views per image; by default those of the dataset's recipe, or 1 for your own images."
+    ),
 ]
-RecipeAugMix = Annotated[bool, flag("--augmix", help="With --views: mix the random crops with AugMix.")]
+RecipeAugMix = Annotated[bool, flag("--augmix", help="With --views: apply AugMix to the random crops.")]
 Described = Annotated[
     Path | None,
-    typer.Option("--descriptions", help="JSON of class name -> sentences (CuPL), or a folder with one per dataset."),
+    typer.Option(
+        "--descriptions", help="JSON file of class name -> sentences (CuPL), or a folder with one per dataset."
+    ),
 ]
 Learned = Annotated[
     Path | None,
     typer.Option(
         "--prompts",
         metavar="coop:FILE",
-        parser=lambda text: Path(str(text).removeprefix("coop:")),  # as 'run' has it, and the file's name alone
-        help="A learned prompt, for what uses it; see 'testtime train-prompts'.",
+        parser=lambda text: Path(str(text).removeprefix("coop:")),  # coop:FILE as in 'run', or FILE alone
+        help="A learned prompt, for rows that use one; see 'testtime train-prompts'.",
     ),
 ]
 Out = Annotated[Path, typer.Option("--out", "-o", help="Folder for features, cells and tables.")]
 Limit = Annotated[
-    int | None, typer.Option("--limit", help="Only this many images, drawn at random, the same for every seed.")
+    int | None, typer.Option("--limit", help="Use only this many images, chosen at random but the same for every seed.")
 ]
-Json = Annotated[bool, flag("--json", help="The rows as JSON on standard output.")]
-Shard = Annotated[int, typer.Option("--shard", help="Images to a shard of features; an interrupt loses one.")]
+Json = Annotated[bool, flag("--json", help="Print the rows as JSON on standard output.")]
+Shard = Annotated[int, typer.Option("--shard", help="Images per shard of features; an interrupt loses one at most.")]
 
 
 @app.command(
@@ -66,12 +72,12 @@ Shard = Annotated[int, typer.Option("--shard", help="Images to a shard of featur
 def eval_(
     data: Annotated[
         list[str],
-        typer.Argument(metavar="DATA", help="Folders of labelled images, or benchmarks by name with --root."),
+        typer.Argument(metavar="DATA", help="Folders of labelled images, or benchmark names with --root."),
     ],
-    methods: Annotated[str, typer.Option("--methods", "-m", help="With commas between; dpe:paper for a preset.")] = (
+    methods: Annotated[str, typer.Option("--methods", "-m", help="Comma-separated; dpe:paper selects a preset.")] = (
         "zeroshot,dpe"
     ),
-    root: Annotated[Path | None, typer.Option("--root", help="The folder that holds the benchmarks.")] = None,
+    root: Annotated[Path | None, typer.Option("--root", help="Folder that holds the benchmarks.")] = None,
     encoder: EncoderName = "offline",
     seeds: Seeds = None,
     track: Track = "one-setting",
@@ -87,10 +93,10 @@ def eval_(
     output: Out = Path("runs"),
     as_json: Json = False,
 ) -> None:
-    """Score methods on labelled images: mean and spread over seeds. Started again, it goes on where it was.
+    """Score methods on labelled images: mean and spread over seeds. Run the command again to resume it.
 
     Views are encoded once and kept in --out; every method then runs over them. results.json and results.md there
-    hold no times: the same command gives the same bytes, however often it was interrupted.
+    contain no timings: the same command writes the same bytes, however often it is interrupted.
     """
     from testtime.datasets import find_dataset
     from testtime.experiments.run import write_results
@@ -100,7 +106,7 @@ def eval_(
 
     datasets = [find_dataset(what, root) for what in data]
     _check_out(output, "results", data, encoder, descriptions, learned)
-    _tell_notes(datasets)
+    _print_notes(datasets)
     check_folder(output)
     with on_interrupt(lambda: _stopped(output)):
         plan = _plan(
@@ -126,7 +132,7 @@ def eval_(
 
 @app.command(epilog="Example:  testtime bench components caltech-101/ --encoder offline --out runs/caltech")
 def bench(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Which experiment; 'testtime bench list' names them.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The experiment; see 'testtime bench list'.")],
     data: Annotated[
         Path | None,
         typer.Argument(
@@ -134,7 +140,7 @@ def bench(
         ),
     ] = None,
     encoder: Annotated[
-        str | None, typer.Option("--encoder", "-e", help="See 'list encoders'; else the experiment's own.")
+        str | None, typer.Option("--encoder", "-e", help="See 'list encoders'; by default the experiment's own.")
     ] = None,
     seeds: Seeds = None,
     track: Track = "one-setting",
@@ -144,18 +150,18 @@ def bench(
     descriptions: Described = None,
     learned: Learned = None,
     rows: Annotated[
-        list[str] | None, typer.Option("--row", metavar="ROW", help="Only this row of the table; may be given again.")
+        list[str] | None, typer.Option("--row", metavar="ROW", help="Run only this row of the table; can be repeated.")
     ] = None,
-    after: Annotated[str | None, typer.Option("--after", help="tsne: numbers of images, with commas between.")] = None,
+    after: Annotated[str | None, typer.Option("--after", help="tsne: comma-separated numbers of images.")] = None,
     limit: Limit = None,
     device: Device = "auto",
-    dry_run: Annotated[bool, flag("--dry-run", help="Say what it will cost, and do nothing.")] = False,
+    dry_run: Annotated[bool, flag("--dry-run", help="Estimate the cost without running anything.")] = False,
     output: Out = Path("runs"),
     as_json: Json = False,
 ) -> None:
-    """Run one of the paper's tables or figures. Started again, it goes on where it was.
+    """Run one of the paper's tables or figures. Run the command again to resume it.
 
-    Experiments over one folder given as --out share its features; NAME.json, NAME.md and NAME.html appear there too.
+    Experiments with the same --out share features; NAME.json, NAME.md and NAME.html are written there too.
     """
     from testtime.experiments.catalogue import EXPERIMENTS
 
@@ -165,22 +171,22 @@ def bench(
     from testtime.experiments.run import (
         find_columns,
         find_experiment,
-        kept,
         measure_of,
         run_experiment,
+        selected,
         write_experiment,
     )
     from testtime.files import check_folder
 
     experiment = find_experiment(name)
-    experiment = experiment._replace(rows=tuple(kept(experiment, rows)))  # mistakes show before the encoder is loaded
+    experiment = experiment._replace(rows=tuple(selected(experiment, rows)))  # errors come before the encoder is loaded
 
     def plans() -> Plans:
         given = [encoder] if encoder is not None else experiment.encoders
-        may_lack = encoder is None and (len(given) > 1 or bool(experiment.datasets))
+        allow_missing = encoder is None and (len(given) > 1 or bool(experiment.datasets))
         return _plans(
-            given, may_lack, device, output, seeds=seeds, track=track, protocol=protocol, views=views, augmix=augmix,
-            descriptions=descriptions, learned=learned, limit=limit,
+            given, allow_missing, device, output, seeds=seeds, track=track, protocol=protocol, views=views,
+            augmix=augmix, descriptions=descriptions, learned=learned, limit=limit,
         )  # fmt: skip
 
     with on_interrupt(lambda: _stopped(output)):
@@ -190,8 +196,10 @@ def bench(
         columns = find_columns(experiment, data)
         _check_out(output, name, [str(data or "")], encoder or "", descriptions, learned)
         if all(isinstance(column, str) for column in columns.values()):
-            raise InputError(f"None of the {len(columns)} datasets of '{name}' is here. {next(iter(columns.values()))}")
-        _tell_notes(column for column in columns.values() if not isinstance(column, str))
+            raise InputError(
+                f"None of the {len(columns)} datasets of '{name}' is available. {next(iter(columns.values()))}"
+            )
+        _print_notes(column for column in columns.values() if not isinstance(column, str))
         moments = None if after is None else _numbers(after, "--after")
         check_folder(output)
         result = run_experiment(name, plans(), columns, rows, moments)
@@ -204,14 +212,14 @@ def bench(
             _print(sheet.title, sheet.header, sheet.rows)
         for line in measure.remarks(result):
             note(line)
-        note(f"Written to {output}/{name}.json, {name}.md and, to look at, {name}.html.")
+        note(f"Written to {output}/{name}.json, {name}.md and {name}.html.")
     if "rows" in result and not any("accuracy" in row for row in result["rows"]):
         raise InputError(f"No row of '{name}' could run. {result['rows'][0]['not run']}")
 
 
 def _stopped(output: Path) -> str:
-    """What to say of an interrupt."""
-    return f"Interrupted. What was finished is kept in {output}; the same command goes on from there."
+    """The message after an interrupt."""
+    return f"Interrupted. Finished work is kept in {output}; run the same command again to resume."
 
 
 def _dry_run(experiment: Experiment, data: Path | None, plans: Callable[[], Plans], as_json: bool) -> None:
@@ -223,10 +231,10 @@ def _dry_run(experiment: Experiment, data: Path | None, plans: Callable[[], Plan
         print(json.dumps([cost._asdict() for cost in costs]))
         return
     header, *lines = cost_lines(costs)
-    _print("Still to do", header, lines, left=2)
+    _print("Remaining work", header, lines, left=2)
 
 
-def _tell_notes(datasets: Iterable[Dataset]) -> None:
+def _print_notes(datasets: Iterable[Dataset]) -> None:
     for line in (line for dataset in datasets for line in dataset.notes):
         note(f"note: {line}")
 
@@ -246,7 +254,7 @@ def _plan(
     template: list[str] | None = None,
     shard: int = 256,
 ) -> Plan:
-    """The plan that the options say."""
+    """The plan that the options describe."""
     from testtime.experiments import recipes
     from testtime.experiments.plan import Plan
     from testtime.text.prompts import find_templates
@@ -255,11 +263,11 @@ def _plan(
     if limit is not None and limit < 1:
         raise InputError(f"--limit {limit}: at least one image is needed.")
     if views is not None and views < 1:
-        raise InputError(f"--views {views}: at least the image itself is needed, so 1 or more.")
+        raise InputError(f"--views {views}: must be 1 or more, since the image itself counts.")
     if shard < 1:
-        raise InputError(f"--shard {shard}: at least one image to a shard.")
+        raise InputError(f"--shard {shard}: must be 1 or more.")
     if augmix and views is None:
-        raise InputError("--augmix goes with --views N; without it, the recipe decides on both.")
+        raise InputError("--augmix needs --views N; without it, the recipe sets both.")
     return Plan(
         output,
         encoder,
@@ -276,17 +284,17 @@ def _plan(
     )
 
 
-def _plans(names: Sequence[str], may_lack: bool, device: str, output: Path, **options: Any) -> Plans:
-    """A plan for each encoder; where one cannot be loaded and others, or other datasets, may go on, why."""
+def _plans(names: Sequence[str], allow_missing: bool, device: str, output: Path, **options: Any) -> Plans:
+    """A plan for each encoder, or the reason if it cannot be loaded but others, or other datasets, can still run."""
     plans: dict[str, Plan | str] = {}
     for name in names:
         try:
             encoder = encoder_of(name, device)
             plans[encoder.name] = _plan(encoder, output, **options)
-            if may_lack:
-                encoder.loaded  # noqa: B018, what is missing shows now, and leaves a reason in every row
+            if allow_missing:
+                encoder.loaded  # noqa: B018, loaded now, so that a failure leaves its reason in every row
         except InputError as reason:
-            if not may_lack:
+            if not allow_missing:
                 raise
             plans[name] = str(reason)
     return plans
@@ -295,7 +303,7 @@ def _plans(names: Sequence[str], may_lack: bool, device: str, output: Path, **op
 def _check_out(
     output: Path, name: str, data: Sequence[str], encoder: str, descriptions: Path | None, learned: Path | None
 ) -> None:
-    """Refuse a folder whose tables would be written over what is read."""
+    """Refuse a folder whose tables would overwrite an input."""
     from testtime.files.outputs import distinct, read_files
 
     outputs = {"--out": output} | {f"{name}.{kind} in --out": output / f"{name}.{kind}" for kind in TABLES}
@@ -307,20 +315,20 @@ def _numbers(text: str, option: str) -> list[int]:
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
-        raise InputError(f"{option} {text}: whole numbers with commas between, as in 1,2,3.") from None
+        raise InputError(f"{option} {text}: must be comma-separated whole numbers, such as 1,2,3.") from None
     return numbers
 
 
 def _print(title: str, header: Sequence[str], lines: Sequence[Sequence[str]], left: int = 1) -> None:
-    """A table; in a pipe as wide as it needs to be."""
+    """Print a table; in a pipe, as wide as it needs to be."""
     console = out if out.is_terminal else Console(width=WIDE)
-    if title:  # a table would break it to its own width
+    if title:  # a table would wrap it to its own width
         console.print(f"[bold]{escape(title)}[/]", highlight=False)
     table = Table()
-    if not header[-1] and not any(line[-1] for line in lines):  # a column for remarks, and none to make
+    if not header[-1] and not any(line[-1] for line in lines):  # no remarks: drop their column
         header, lines = header[:-1], [line[:-1] for line in lines]
-    for place, column in enumerate(header):
-        table.add_column(escape(column), justify="left" if place < left else "right", no_wrap=place < left)
+    for index, column in enumerate(header):
+        table.add_column(escape(column), justify="left" if index < left else "right", no_wrap=index < left)
     for line in lines:
         table.add_row(*map(escape, line))
     console.print(table)

@@ -26,39 +26,39 @@ app = typer.Typer()
 )
 def train_prompts(
     context: typer.Context,
-    output: Annotated[Path, typer.Option("--out", "-o", help="The prompt; written after every epoch.")],
+    output: Annotated[Path, typer.Option("--out", "-o", help="File for the prompt; written after every epoch.")],
     images: Annotated[
         str | None,
         typer.Argument(
             metavar="IMAGES",
-            help="Labelled images, in folders named after their classes or a dataset; not with --split.",
+            help="Labelled images, in folders named after their classes, or a dataset; not with --split.",
         ),
     ] = None,
     classes: Classes = None,
     classes_file: ClassesFile = None,
     split: Annotated[
-        Path | None, typer.Option("--split", help="A split_zhou_X.json whose 'train' names the images.")
+        Path | None, typer.Option("--split", help="A split_zhou_X.json whose 'train' lists the images.")
     ] = None,
-    root: Annotated[Path | None, typer.Option("--root", help="The folder that paths in --split start from.")] = None,
+    root: Annotated[Path | None, typer.Option("--root", help="Folder that paths in --split are relative to.")] = None,
     encoder: EncoderName = "offline",
-    shots: Annotated[int, typer.Option("--shots", help="Images of each class, drawn by --seed.")] = 16,
-    epochs: Annotated[int, typer.Option("--epochs", help="Times that every image is seen.")] = 50,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of the images, the start and the order.")] = 1,
+    shots: Annotated[int, typer.Option("--shots", help="Images per class, chosen by --seed.")] = 16,
+    epochs: Annotated[int, typer.Option("--epochs", help="Passes over the training images.")] = 50,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the choice of images, the start and the order.")] = 1,
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Another setting: lr, batch, n_ctx, class_specific, init, ..."),
     ] = None,
     views: Annotated[
-        int, typer.Option("--views", help="Views per image, itself and random crops; an epoch draws one of them.")
+        int, typer.Option("--views", help="Views per image: itself and random crops; each epoch uses one of them.")
     ] = 1,
     device: Device = "auto",
-    resume: Annotated[bool, flag("--resume", help="Go on from --out where it was interrupted.")] = False,
+    resume: Annotated[bool, flag("--resume", help="Resume interrupted training from --out.")] = False,
     strict: Strict = False,
 ) -> None:
     """Learn the words of a prompt (CoOp) from a few labelled images of each class.
 
-    The prompt then serves any method: testtime run photos/ --prompts coop:pets.safetensors. Interrupted and resumed
-    training ends in the same prompt as training in one go.
+    Any method can use the prompt: testtime run photos/ --prompts coop:pets.safetensors. Interrupted and resumed
+    training gives the same prompt as uninterrupted training.
     """
     from dataclasses import replace
 
@@ -73,9 +73,9 @@ def train_prompts(
         **{key: registry.read_setting(coop.CoOpSettings, key, value) for key, value in given.items()}  # type: ignore
     )
     if output.exists() and not resume:
-        raise InputError(f"{output} is there already; go on from it with --resume, or give another --out.")
+        raise InputError(f"{output} already exists; resume it with --resume, or use another --out.")
     paths, labels, names = _training_images(images, split, root, classes, classes_file)
-    places, truth = coop.pick_images(labels, names, chosen)
+    picked, truth = coop.pick_images(labels, names, chosen)
     check_place(output)
     context.with_resource(locked(output))
     loaded = encoder_of(encoder, device)
@@ -83,11 +83,11 @@ def train_prompts(
     task = build_task(loaded, names, context=words)
     if chosen.init != "random" and "n_ctx" not in given and task.context is not None:
         chosen = replace(chosen, n_ctx=len(task.context.start))
-    if output.exists():  # what cannot be resumed shows before the images are encoded
+    if output.exists():  # fails before the images are encoded if it cannot be resumed
         coop.check_checkpoint(output, names, loaded.name, chosen)
-    with on_interrupt(lambda: _stopped(output)), progress("images", len(places)) as advance:
+    with on_interrupt(lambda: _stopped(output)), progress("images", len(picked)) as advance:
         features, kept = encode_images(
-            loaded, [paths[i] for i in places], ViewPlan(views, seed=chosen.seed), progress=advance,
+            loaded, [paths[i] for i in picked], ViewPlan(views, seed=chosen.seed), progress=advance,
             on_skip=None if strict else lambda line: err.print(f"[yellow]skipped[/] {escape(line)}", soft_wrap=True),
         )  # fmt: skip
     log: list[Any] = []
@@ -102,7 +102,7 @@ def train_prompts(
             if 10 * epoch.epoch // chosen.epochs > 10 * (epoch.epoch - 1) // chosen.epochs:
                 err.print(
                     f"epoch {epoch.epoch} of {chosen.epochs}: loss {epoch.loss:.4f}, "
-                    f"{percent(epoch.accuracy)} of the training images right",
+                    f"{percent(epoch.accuracy)} of the training images correct",
                     highlight=False,
                 )
 
@@ -115,10 +115,10 @@ def train_prompts(
 
 
 def _stopped(output: Path) -> str:
-    """What to say of an interrupt."""
+    """The message after an interrupt."""
     if not output.exists():
-        return "Interrupted before the end of an epoch; nothing is kept."
-    return f"Interrupted. The prompt after the last whole epoch is in {output}; the same command with --resume goes on."
+        return "Interrupted before the end of an epoch; nothing was saved."
+    return f"Interrupted. The prompt after the last full epoch is in {output}; add --resume to the command to continue."
 
 
 def _training_images(
@@ -129,10 +129,10 @@ def _training_images(
     from testtime.text.prompts import check_classes
 
     if (images is None) == (split is None):
-        raise InputError("Say what to train on: a folder of images, or --split FILE --root FOLDER (one of the two).")
+        raise InputError("Give the training images: a folder, or --split FILE --root FOLDER (one of the two).")
     if split is None:
         if root is not None:
-            raise InputError("--root goes with --split; it is where the paths in the split start.")
+            raise InputError("--root needs --split, whose paths are relative to it.")
         data = open_dataset(images or "", part="train")
     else:
         data = read_split(split, root or split.parent, "train")

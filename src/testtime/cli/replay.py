@@ -1,4 +1,4 @@
-"""`testtime replay`: from features."""
+"""`testtime replay`: run a method over features."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def replay(
     settings: options.Settings = None,
     preset: options.Preset = None,
     recorded: Annotated[
-        bool, options.flag("--recorded", help="Take the settings that the file's metadata gives under 'hp.'.")
+        bool, options.flag("--recorded", help="Use the settings in the file's metadata under 'hp.'.")
     ] = False,
     oracle: Annotated[
         bool,
-        options.flag("--oracle", help="dmn only: choose its fusion weight with the test labels, as was published."),
+        options.flag("--oracle", help="dmn only: choose its fusion weight with the test labels, as published."),
     ] = False,
     dtype: Annotated[str, typer.Option("--dtype", help="float32 or float64.")] = "float32",
     device: options.Device = "cpu",
@@ -47,14 +47,14 @@ def replay(
     reference: options.Reference = False,
     output: Annotated[
         Path | None,
-        typer.Option("--out", "-o", help="Where to write logits [N,C] and pred [N] (.safetensors)."),
+        typer.Option("--out", "-o", help="File for logits [N,C] and pred [N] (.safetensors)."),
     ] = None,
     report: options.Report = None,
     as_json: Annotated[bool, options.flag("--json", help="One JSON object on standard output.")] = False,
 ) -> None:
     """Run a method over a feature file; no encoder, no images.
 
-    The page of --report comes from a second pass, with zero-shot beside the method.
+    --report makes a second pass, with zero-shot beside the method.
     """
     from testtime.encoding.store import Features
     from testtime.experiments import oracle as oracles
@@ -64,7 +64,7 @@ def replay(
     from testtime.session import replay as replays
 
     if oracle and report is not None:
-        raise InputError("--report shows what methods do without labels, and --oracle has them: leave out one.")
+        raise InputError("--report shows methods that do not see the labels, and --oracle does; leave out one.")
     if limit is not None and limit < 1:
         raise InputError(f"--limit {limit}: at least one image is needed.")
     check_place(output)
@@ -74,8 +74,8 @@ def replay(
     chosen = replays.recorded_settings(store, method) if recorded else {}
     made = options.method_of(method, preset, settings, chosen)
     with progress("images", min(len(store), limit or len(store)), quiet=as_json) as advance:
-        way = oracles.replay if oracle else partial(replays.replay, keep_logits=output is not None)
-        result = way(
+        replay_store = oracles.replay if oracle else partial(replays.replay, keep_logits=output is not None)
+        result = replay_store(
             store,
             made,
             dtype=dtype,
@@ -102,10 +102,10 @@ def replay(
         return
     per_image = 1000 * result.seconds / summary["n"]
     if report is not None:
-        err.print(f"The page is in {escape(str(report))}.", highlight=False, soft_wrap=True)
+        err.print(f"The report is in {escape(str(report))}.", highlight=False, soft_wrap=True)
     err.print(
         f"{summary['n']} images of {len(store.classnames)} classes, {per_image:.2f} ms each in the method; "
-        f"{result.loading:.1f} s before the first to load, compile and capture."
+        f"{result.loading:.1f} s of warm-up: loading, compiling, graph capture."
     )
     table = Table("", "accuracy", box=None, pad_edge=False)
     table.add_row("zero-shot", percent(summary["zero_shot_accuracy"]))
@@ -114,7 +114,7 @@ def replay(
 
 
 def _write_report(file: Path, store: Features, result: Replay, order: str) -> None:
-    """The page that `testtime report` makes, of the method that was replayed."""
+    """The page that `testtime report` makes, for the method that was replayed."""
     from testtime.files import write_atomic
     from testtime.report import gather, html
     from testtime.report.conditions import conditions
@@ -135,7 +135,7 @@ def _write_report(file: Path, store: Features, result: Replay, order: str) -> No
         Features=str(store.path),
         Dataset=store.metadata.get("dataset", ""),
         Order=order,
-        Views=f"{store.views}, seed {store.metadata.get('seed', 'not said')}",
+        Views=f"{store.views}, seed {store.metadata.get('seed', 'unknown')}",
         Labels="only score" if store.labels is not None else "none",
     )
     write_atomic(file, html([made], about, "testtime replay"))

@@ -29,23 +29,25 @@ EXAMPLE = "Example:  testtime report photos.safetensors --methods zeroshot,tda,d
 def report(
     features: Annotated[Path, typer.Argument(metavar="FEATURES", help="A feature file, or a folder of shards.")],
     output: Annotated[Path, typer.Option("--out", "-o", help="The page to write.")] = Path("report.html"),
-    methods: Annotated[str, typer.Option("--methods", "-m", help="Names with commas between.")] = "zeroshot,tda,dpe",
+    methods: Annotated[str, typer.Option("--methods", "-m", help="Comma-separated names.")] = "zeroshot,tda,dpe",
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="METHOD.KEY=VALUE", help="A setting of one method; may be given again."),
+        typer.Option("--set", metavar="METHOD.KEY=VALUE", help="A setting of one method; can be repeated."),
     ] = None,
     images: Annotated[
         str | None,
-        typer.Option("--images", help="What was encoded, for thumbnails; else as the file says."),
+        typer.Option(
+            "--images", help="The images that were encoded, for thumbnails; by default as recorded in the file."
+        ),
     ] = None,
     sweep: Annotated[
         list[str] | None,
-        typer.Option("--sweep", metavar="KEY=V1,V2,...", help="A setting of the last method to vary; give one or two."),
+        typer.Option("--sweep", metavar="KEY=V1,V2,...", help="Vary a setting of the last method; give one or two."),
     ] = None,
     snapshots: Annotated[
-        str | None, typer.Option("--snapshots", help="Look at the queues after so many images: 300,2000.")
+        str | None, typer.Option("--snapshots", help="Show the queues after these numbers of images, such as 300,2000.")
     ] = None,
-    with_map: Annotated[bool, flag("--map/--no-map", help="Draw the queues as a map (scikit-learn).")] = True,
+    with_map: Annotated[bool, flag("--map/--no-map", help="Draw the queues as a map (needs scikit-learn).")] = True,
     title: Annotated[str, typer.Option("--title", help="Heading of the page.")] = TITLE,
     seed: Seed = 0,
     shuffle: Shuffle = False,
@@ -53,9 +55,9 @@ def report(
     device: Device = "cpu",
     as_json: Annotated[bool, flag("--json", help="One JSON object on standard output.")] = False,
 ) -> None:
-    """Write one HTML page about methods run over a feature file: curves, classes, calibration, queues, pictures.
+    """Write one HTML page about methods run over a feature file: curves, classes, calibration, queues, images.
 
-    The page needs nothing but itself. Without labels it shows what changed against zero-shot.
+    The page is self-contained. Without labels it shows what changed from zero-shot.
     """
     from testtime import registry
     from testtime.encoding.store import Features
@@ -105,7 +107,7 @@ def report(
         Features=str(features),
         Dataset=store.metadata.get("dataset", ""),
         Order=f"shuffled, seed {seed}" if shuffle else "as stored",
-        Views=f"{store.views}, seed {store.metadata.get('seed', 'not said')}",
+        Views=f"{store.views}, seed {store.metadata.get('seed', 'unknown')}",
         Labels="only score" if store.labels is not None else "none",
     )
     write_atomic(output, html([section], about, title))
@@ -116,7 +118,7 @@ def report(
 
 
 def _methods(names: str, settings: list[str] | None) -> list[Method]:
-    """The methods by name, each with what --set gave for it."""
+    """The methods by name, each with its settings from --set."""
     from testtime import registry
 
     wanted = [name.strip() for name in names.split(",") if name.strip()]
@@ -132,7 +134,7 @@ def _methods(names: str, settings: list[str] | None) -> list[Method]:
 
 
 def _varied(sweep: list[str] | None, store: Features, method: Method) -> dict[str, list[object]]:
-    """What --sweep gave: values by setting, each one that the method takes."""
+    """The values of --sweep by setting, each valid for the method."""
     from testtime import registry
 
     varied: dict[str, list[object]] = {}
@@ -146,7 +148,7 @@ def _varied(sweep: list[str] | None, store: Features, method: Method) -> dict[st
 
 
 def _command(features: Path, options: dict[str, object]) -> str:
-    """The command that makes the page again; options that are None or False were not given."""
+    """The command that reproduces the page; options that are None or False were not given."""
     words = ["testtime", "report", str(features)]
     for option, value in options.items():
         if value is True:
@@ -158,7 +160,7 @@ def _command(features: Path, options: dict[str, object]) -> str:
 
 
 def _images(source: str | None, store: Features) -> list[str | StoredImage] | None:
-    """The images behind the features, in their order: from --images, or as the store says."""
+    """The images behind the features, in their order: from --images, or as recorded in the store."""
     from testtime.datasets import open_dataset
 
     if source is None:
@@ -172,4 +174,4 @@ def _numbers(text: str | None) -> list[int] | None:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise InputError(f"--snapshots {text}: whole numbers with commas between, for example 300,2000.") from None
+        raise InputError(f"--snapshots {text}: must be comma-separated whole numbers, such as 300,2000.") from None

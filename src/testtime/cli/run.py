@@ -46,27 +46,31 @@ def run(
     shuffle: options.Shuffle = False,
     limit: options.Limit = None,
     device: options.Device = "auto",
-    output: Annotated[Path | None, typer.Option("--out", "-o", help="CSV or .jsonl; else standard output.")] = None,
-    style: Annotated[str | None, typer.Option("--format", help="csv or jsonl; else by the name of --out.")] = None,
-    save: Annotated[Path | None, typer.Option("--save", help="Where to keep what was learned (.safetensors).")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--out", "-o", help="CSV or .jsonl file; default: standard output.")
+    ] = None,
+    style: Annotated[str | None, typer.Option("--format", help="csv or jsonl; default: by the name of --out.")] = None,
+    save: Annotated[Path | None, typer.Option("--save", help="File for what was learned (.safetensors).")] = None,
     resume: Annotated[
-        Path | None, typer.Option("--resume", help="Go on from a saved state; images already in --out are left out.")
+        Path | None, typer.Option("--resume", help="Resume from a saved state; images already in --out are skipped.")
     ] = None,
     report: options.Report = None,
     strict: options.Strict = False,
     reference: options.Reference = False,
-    json_summary: Annotated[bool, options.flag("--json", help="Summary as a JSON object on standard error.")] = False,
+    json_summary: Annotated[
+        bool, options.flag("--json", help="The summary as a JSON object on standard error.")
+    ] = False,
 ) -> None:
-    """Classify images and learn from each one as it passes.
+    """Classify images and learn from each one along the way.
 
     Every row holds the label, its confidence and entropy (nats), the zero-shot label, and whether the image was
-    learned from. Where the images come with labels, or lie in folders named after classes, the accuracy of both is
-    shown too; labels only score.
+    learned from. If the images have labels, or are in folders named after classes, the accuracy of both is shown too;
+    labels are only used for scoring.
     """
     from testtime.files import check_place, locked
     from testtime.files.outputs import distinct, read_files
     from testtime.machine.devices import find_device
-    from testtime.session.run import Journal, Rows, Tally, earlier, nothing_before
+    from testtime.session.run import Journal, Rows, Tally, no_earlier_run, read_earlier_run
     from testtime.session.session import Session
 
     style = _style(style, output)
@@ -76,16 +80,16 @@ def run(
     order = options.ordered(len(data), shuffle, seed, limit)
     paths, labels = [data.paths[i] for i in order], [labels[i] for i in order]
     source, count = options.variations_of(variations, views, paths, find_device(device))
-    for place in (save, report):
-        check_place(place)
+    for path in (save, report):
+        check_place(path)
     distinct(
         {"--out": output, "--save": save, "--report": report},
         read_files(images, data.paths, encoder, classes_file, descriptions, prompts),
     )
-    distinct({"--out": output, "--report": report}, {"--resume": resume})  # which --save may be, and often is
-    for place in (output, save):
-        if place is not None and (place.is_file() or not place.exists()):  # not a pipe or a device
-            context.with_resource(locked(place))
+    distinct({"--out": output, "--report": report}, {"--resume": resume})  # --save may be the same file, and often is
+    for path in (output, save):
+        if path is not None and (path.is_file() or not path.exists()):  # not a pipe or a device
+            context.with_resource(locked(path))
     loaded = options.encoder_of(encoder, device)
     task = options.task_of(loaded, names, template, descriptions, prompts, getattr(chosen, "needs_tower", False))
     if resume is None:
@@ -98,15 +102,15 @@ def run(
         )
         plan = session.plan
         own = f"{session.method.name}, {counted(plan.count, 'view')}{', AugMix' * plan.augmix}, seed {plan.seed}"
-        note(f"Going on after {counted(session.count, 'image')} from {resume} with its own settings: {own}.")
-        if unheard := _unheard(context, session, chosen, count, shuffle):
-            note(f"note: {', '.join(unheard)} given here cannot change that; start without --resume to use it.")
-    before = nothing_before(paths, session.position)
+        note(f"Resuming {resume} after {counted(session.count, 'image')} with its own settings: {own}.")
+        if ignored := _ignored_options(context, session, chosen, count, shuffle):
+            note(f"note: {', '.join(ignored)} ignored in favour of the saved state; start without --resume to use it.")
+    before = no_earlier_run(paths, session.position)
     if resume is not None and output is not None and output.exists():
-        before = earlier(resume, output, style, paths, session.position)
-        paths, labels = [paths[i] for i in before.left], [labels[i] for i in before.left]
+        before = read_earlier_run(resume, output, style, paths, session.position)
+        paths, labels = [paths[i] for i in before.remaining], [labels[i] for i in before.remaining]
         if not paths:
-            note(f"All {counted(len(order), 'image')} are in {output} already; nothing is left to do.")
+            note(f"All {counted(len(order), 'image')} are already in {output}; nothing is left to do.")
             return
     tally = Tally(labels, session.position)
     session.observers.append(tally)
@@ -126,7 +130,7 @@ def run(
         kept = rows if isinstance(rows, Rows) and output is not None and output.is_file() else None
         journal = Journal(session, rows.write, before, save, kept)
         session.observers.append(journal)
-        with journal.kept(), progress("images", len(paths), quiet=output is None) as advance:
+        with journal.saving(), progress("images", len(paths), quiet=output is None) as advance:
             try:
                 with closing(session.run(paths, on_error=None if strict else skip)) as answers:
                     for _ in answers:
@@ -134,49 +138,51 @@ def run(
             except KeyboardInterrupt:
                 stopped = True
     if not tally.images and not stopped:
-        raise InputError(f"None of the images could be read, {len(paths):,} of {len(paths):,} were skipped.")
+        raise InputError(f"None of the images could be read; {len(paths):,} of {len(paths):,} were skipped.")
     if report is not None and record is not None and tally.images:
         order_words = f"shuffled, seed {seed}" if shuffle else "as given"
         order_words += f", interrupted after {tally.images:,} of {len(paths):,} images" * stopped
         _write_report(report, record, data.name, order_words)
     _print_tally(tally, session, save, output, json_summary, report if tally.images else None)
     if stopped:
-        raise Interrupted(f"Interrupted after {tally.images:,} of {len(paths):,} images. {_how_to_go_on(save, output)}")
+        raise Interrupted(
+            f"Interrupted after {tally.images:,} of {len(paths):,} images. {_how_to_resume(save, output)}"
+        )
 
 
-def _unheard(context: typer.Context, session: Session, method: Method, views: int, shuffle: bool) -> list[str]:
-    """The options given that say other than the saved session, which has the last word."""
+def _ignored_options(context: typer.Context, session: Session, method: Method, views: int, shuffle: bool) -> list[str]:
+    """The options given that differ from the saved session, which takes precedence."""
     other = {
         "method": method.name != session.method.name,
         "preset": method != session.method,
         "settings": method != session.method,
         "views": views != session.plan.count,
         "augmix": not session.plan.augmix,
-        "seed": context.params["seed"] != session.plan.seed and not shuffle,  # which it is for too
+        "seed": context.params["seed"] != session.plan.seed and not shuffle,  # which uses it too
     }
     words = {param.name: param.opts[0] for param in context.command.params}
     given = [name for name in other if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]
     return [words[name] for name in given if other[name]]
 
 
-def _how_to_go_on(save: Path | None, output: Path | None) -> str:
+def _how_to_resume(save: Path | None, output: Path | None) -> str:
     if save is None:
-        return "What was learned is gone; --save FILE keeps it, and --resume FILE goes on from it."
+        return "What was learned is lost; --save FILE would keep it, and --resume FILE would resume from it."
     if output is None:
-        return f"What was learned is in {save}; --resume {save} goes on from it."
-    return f"The same command with --resume {save} goes on from there."
+        return f"What was learned is in {save}; resume with --resume {save}."
+    return f"To resume, run the same command with --resume {save}."
 
 
 def _style(style: str | None, output: Path | None) -> str:
     if style is None:
         return "jsonl" if output is not None and output.suffix in (".jsonl", ".json", ".ndjson") else "csv"
     if style not in ("csv", "jsonl"):
-        raise InputError(f"Unknown --format '{style}'; it is csv or jsonl.")
+        raise InputError(f"Unknown --format '{style}'. Available: csv, jsonl.")
     return style
 
 
 def _write_report(file: Path, record: Record, name: str, order: str) -> None:
-    """The page of a run, as `testtime report` makes it of features."""
+    """The page of a run, like that of `testtime report` for features."""
     from testtime.files import write_atomic
     from testtime.report import StreamReport, html
     from testtime.report.conditions import conditions

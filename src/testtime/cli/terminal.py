@@ -1,4 +1,4 @@
-"""What a person sees in a terminal: progress, percentages, rows as they come."""
+"""Terminal output: progress, percentages, rows as they arrive."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from rich.status import Status
 
 from testtime.errors import UNENCODABLE, InputError
 
-# what a terminal would obey, or show text in another order for: controls, and the marks of bidirectional writing
-_OBEYED = {
+# control characters, and bidirectional marks, which change the order of the text shown
+_ESCAPES = {
     code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
     for code in (*range(32), *range(127, 160), 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
     if chr(code) not in "\t\n"
@@ -24,16 +24,16 @@ _OBEYED = {
 
 
 def shown(text: str) -> str:
-    """Text from elsewhere as a terminal may show it: what it would obey is spelt out.
+    """Untrusted text made safe for a terminal: control characters are escaped.
 
     >>> shown("cat\\x1b[2J.jpg")
     'cat\\\\x1b[2J.jpg'
     """
-    return text.translate(_OBEYED).encode("utf-8", UNENCODABLE).decode()
+    return text.translate(_ESCAPES).encode("utf-8", UNENCODABLE).decode()
 
 
 class Terminal(Console):
-    """A console that shows text and never obeys it."""
+    """A console that escapes control characters in text."""
 
     def render_str(self, text: str, **options: Any) -> Any:
         return super().render_str(shown(text), **options)
@@ -44,7 +44,7 @@ err = Terminal(stderr=True)
 
 
 class Watch:
-    """Rows for a person at a terminal: ours beside the zero-shot answer, marked where they differ."""
+    """Rows in a terminal: the answer beside the zero-shot one, highlighted where they differ."""
 
     def __init__(self, classnames: tuple[str, ...]) -> None:
         self.width = min(24, max(map(len, classnames)))
@@ -65,7 +65,7 @@ class Watch:
 
 
 def note(line: str) -> None:
-    """A line on standard error, as it is."""
+    """Print a line on standard error, without markup."""
     err.print(escape(line), highlight=False, soft_wrap=True)
 
 
@@ -74,7 +74,7 @@ def opened(path: Path | None, append: bool) -> Iterator[Any]:
     if path is None:
         yield sys.stdout
         return
-    from testtime.files import make_folder  # torch comes with it
+    from testtime.files import make_folder  # imports torch
 
     try:
         make_folder(path.parent)
@@ -91,13 +91,13 @@ def opened(path: Path | None, append: bool) -> Iterator[Any]:
 
 
 def waiting(what: str) -> Status:
-    """A word on a terminal for as long as something takes that cannot be counted."""
+    """A spinner with a message, while something runs that has no progress to count."""
     return err.status(f"[dim]{escape(what)} ...[/]")
 
 
 @contextmanager
 def progress(unit: str, total: int, quiet: bool = False) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal; in a pipe, a plain line now and then."""
+    """A progress bar on a terminal; in a pipe, an occasional plain line."""
     if quiet:
         yield lambda done: None
         return

@@ -1,4 +1,4 @@
-"""Images to classify, wherever they lie: the benchmarks of the field by name, and your own in any of six forms."""
+"""Images to classify: the field's benchmarks by name, and your own in any of six forms."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from pathlib import Path
 from testtime.datasets import own, shards, tables
 from testtime.datasets.benchmarks import BENCHMARKS, DATASETS, Benchmark, benchmark, templates
 from testtime.datasets.dataset import Dataset, labels_among, listed_images, subfolders
-from testtime.datasets.locate import Place, identify, locate, open_benchmark, read_benchmark
+from testtime.datasets.locate import Location, identify, locate, open_benchmark, read_benchmark
 from testtime.datasets.own import read_folders
 from testtime.datasets.splits import SPLIT, read_split
 from testtime.images.reading import IMAGE_SUFFIXES
 from testtime.types import InputError
 
 __all__ = [
-    "BENCHMARKS", "DATASETS", "Benchmark", "Dataset", "Place", "benchmark", "find_dataset", "identify", "labels_among",
-    "locate", "open_dataset", "read_benchmark", "read_folders", "read_split", "templates",
+    "BENCHMARKS", "DATASETS", "Benchmark", "Dataset", "Location", "benchmark", "find_dataset", "identify",
+    "labels_among", "locate", "open_dataset", "read_benchmark", "read_folders", "read_split", "templates",
 ]  # fmt: skip
 
-WAYS = "class folders, images, a split_zhou_*.json, .tar shards, Parquet, a saved Hugging Face dataset or a CSV"
+FORMS = "class folders, images, a split_zhou_*.json, .tar shards, Parquet, a saved Hugging Face dataset or a CSV"
 STANDARD_INPUT = "-"
 
 
 def open_dataset(what: str | Path, *, root: str | Path | None = None, part: str = "test") -> Dataset:
-    """The images that `what` stands for, with their labels where there are any.
+    """The images that `what` names, with their labels if there are any.
 
     `what` is the short name of a benchmark, with `root` the folder that holds the datasets or the benchmark's own (or
-    of a plug-in's dataset, with the folder that it asks for); or a path, and what is there decides:
+    of a plug-in's dataset, with the folder that it needs); or a path, whose contents decide:
 
     - a benchmark's own folder, in CoOp's or TPT's layout, or any folder with a `split_zhou_*.json`
     - a folder of class folders, or of the parts train, val and test with class folders in them
@@ -38,11 +38,11 @@ def open_dataset(what: str | Path, *, root: str | Path | None = None, part: str 
     - a folder that `datasets` has saved (`save_to_disk`), or Parquet files
     - a CSV, TSV or JSON-lines file of path and label
 
-    What is missing or odd, and does not stop the stream, is said in `notes`.
+    Problems that do not stop the stream are listed in `notes`.
     """
     text = os.path.expanduser(what)
     if not str(what).strip():
-        raise InputError(f"No images given: an empty name. A dataset is {WAYS}.")
+        raise InputError(f"No images given: an empty name. A dataset is {FORMS}.")
     if root is not None:
         found, folder = DATASETS.find(str(what)), Path(os.path.expanduser(root))
         return open_benchmark(found, folder, part) if isinstance(found, Benchmark) else found(folder, part)
@@ -61,9 +61,9 @@ def open_dataset(what: str | Path, *, root: str | Path | None = None, part: str 
         return own.read_unlabelled(text)
     if DATASETS.known(text):
         raise InputError(
-            f"{text} is a benchmark: say where it lies (--root FOLDER), the folder of all datasets or its own."
+            f"{text} is a benchmark: give --root FOLDER, the folder of all datasets or the benchmark's own."
         )
-    raise InputError(f"No folder or file {text}, nor a benchmark of that name. A dataset is {WAYS}.")
+    raise InputError(f"No folder, file or benchmark {text}. A dataset is {FORMS}.")
 
 
 def find_dataset(what: str, root: Path | None = None, *, labelled: bool = True) -> Dataset:
@@ -90,14 +90,14 @@ def _open_file(file: Path, part: str) -> Dataset:
             return tables.read_tables([file], file.stem, file.parent)
         case suffix if suffix in ("", ".txt", ".lst", *IMAGE_SUFFIXES):
             return own.read_unlabelled(file)
-    raise InputError(f"{file} is no dataset. A dataset is {WAYS}.")
+    raise InputError(f"{file} is not a dataset. A dataset is {FORMS}.")
 
 
 def _open_folder(folder: Path, part: str) -> Dataset:
     if tables.is_saved(folder):
         return tables.read_saved(folder, part)
-    if place := identify(folder):
-        return read_benchmark(place, part)
+    if location := identify(folder):
+        return read_benchmark(location, part)
     splits = sorted(folder.glob(SPLIT))
     if len(splits) > 1:
         raise InputError(f"{folder} has {len(splits)} split files ({', '.join(s.name for s in splits)}); keep one.")
@@ -107,9 +107,9 @@ def _open_folder(folder: Path, part: str) -> Dataset:
         return tables.read_tables(files, folder.name, folder)
     if archives := shards.find_shards(folder):
         return shards.read_shards(archives, folder.name)
-    if place_of_part := own.part_folder(folder, part):
-        inside = _open_folder(place_of_part, part)
-        return replace(inside, name=folder.name, notes=(f"the images are those of {place_of_part}", *inside.notes))
+    if part_folder := own.part_folder(folder, part):
+        inside = _open_folder(part_folder, part)
+        return replace(inside, name=folder.name, notes=(f"the images are from {part_folder}", *inside.notes))
     for name in ("metadata.csv", "metadata.jsonl"):
         if (folder / name).is_file():
             return own.read_table(folder / name)
@@ -117,6 +117,6 @@ def _open_folder(folder: Path, part: str) -> Dataset:
     if len(folders) > 1 and not loose:
         return read_folders(folder)
     if folders or loose:
-        mixed = (f"{len(loose)} images lie in no class folder, {loose[0]} first",) if folders and loose else ()
+        mixed = (f"{len(loose)} images are in no class folder, {loose[0]} first",) if folders and loose else ()
         return replace(own.read_unlabelled(folder), notes=mixed)
-    raise InputError(f"{folder} holds no dataset: {WAYS}.")
+    raise InputError(f"{folder} holds no dataset: {FORMS}.")

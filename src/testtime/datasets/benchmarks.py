@@ -1,8 +1,8 @@
-"""The fifteen benchmarks of the DPE paper as a table: what they hold, where they lie, where they come from.
+"""The fifteen benchmarks of the DPE paper as a table: their contents, folders and sources.
 
 Sizes are those of the paper's Table of datasets. Folders are those of the two layouts in use: CoOp's, which the
-released code of DPE and TDA reads, and TPT's. Terms are as the paper lists them, or else as the dataset's own page
-does; "not stated" where neither says.
+released code of DPE and TDA reads, and TPT's. Terms are as listed in the paper, or else on the dataset's own page;
+"not stated" if neither lists them.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Benchmark(NamedTuple):
     kind: Literal["imagenet", "split", "aircraft"]  # how its images are listed
     classes: int
     images: int  # of the test part
-    coop: str  # image folder below the folder of all datasets, as CoOp lays it out
-    tpt: str  # likewise, as TPT does
+    coop: str  # image folder below the folder of all datasets, in CoOp's layout
+    tpt: str  # likewise, in TPT's layout
     folders: tuple[str, ...]  # names of the dataset's folder; case, - and _ do not matter
-    inside: tuple[str, ...]  # where images lie in it, tried in this order
+    inside: tuple[str, ...]  # where its images may be, tried in this order
     split: str  # the file that lists the images
     archive: str
     source: str
@@ -134,7 +134,7 @@ BENCHMARKS = (
         folders=("food-101",), inside=("images", "."), split="split_zhou_Food101.json",
         archive="food-101.tar.gz",
         source="https://data.vision.ee.ethz.ch/cvl/datasets_extra/food-101/",
-        terms="Scientific fair use; the pictures belong to their owners",
+        terms="Scientific fair use; the images belong to their owners",
     ),
     Benchmark(
         "oxford-pets", "Oxford Pets", "split", 37, 3_669,
@@ -173,7 +173,7 @@ BENCHMARKS = (
 SPLITS = "https://github.com/KaiyangZhou/CoOp/blob/main/DATASETS.md"  # where the split files are linked from
 
 
-# the set of prompts in the released code of DPE, and that of the paper, where one is not of the benchmark's own name
+# the prompt sets of DPE's released code and of the paper, where one is not named after the benchmark
 PROMPT_SETS: dict[str, tuple[str, str]] = {
     "imagenet": ("imagenet7", "imagenet7"),
     "imagenet-v2": ("imagenet7", "imagenet7"),
@@ -187,11 +187,11 @@ PROMPT_SETS: dict[str, tuple[str, str]] = {
 
 
 def folded(name: str) -> str:
-    """A name as folders are compared: `oxford_pets`, `OxfordPets` and `oxford-pets` are one."""
+    """A name normalised for comparison: `oxford_pets`, `OxfordPets` and `oxford-pets` are the same."""
     return name.replace("-", "").replace("_", "").replace(" ", "").casefold()
 
 
-# a plug-in's is a function of the folder that holds it and of the part wanted, "test" or "train"
+# a plug-in's dataset is a function of its folder and of the part to read, "test" or "train"
 Reader = Callable[[Path, str], Dataset]
 DATASETS: Kind[Benchmark | Reader] = Kind(
     "dataset", "testtime.datasets", {row.name: Entry(row) for row in BENCHMARKS}, folded
@@ -206,7 +206,7 @@ def benchmark(name: str) -> Benchmark:
     """
     found = DATASETS.find(name)
     if not isinstance(found, Benchmark):
-        raise UnknownName(f"Dataset '{name}' is a plug-in's; its size, its source and its prompts are not known here.")
+        raise UnknownName(f"Dataset '{name}' comes from a plug-in; its size, source and prompts are unknown.")
     return found
 
 

@@ -1,4 +1,4 @@
-"""What is there of the datasets known by name: found where, whole or not, and what to download for the rest."""
+"""Which of the named datasets are on disk: where, complete or not, and what to download for the rest."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Finding(NamedTuple):
     """One dataset as it was found."""
 
     name: str
-    row: Benchmark | None  # None for a plug-in's, of which it is not known how much there should be
+    row: Benchmark | None  # None for a plug-in's dataset, whose expected size is unknown
     state: State
-    folder: Path | None = None  # the dataset's own; for a plug-in's, where it was looked for
+    folder: Path | None = None  # the dataset's own; for a plug-in's, the folder searched
     layout: str = ""
     images: int = 0
     classes: int = 0
@@ -35,7 +35,7 @@ class Finding(NamedTuple):
 def check_datasets(root: str | Path, on_name: Callable[[str], None] | None = None) -> list[Finding]:
     """One finding per dataset in `root`: the benchmarks in the order of their table, then those of plug-ins.
 
-    `on_name` hears what each is called before it is read.
+    `on_name` is called with the name of each before it is read.
     """
     findings = []
     for name, row in ({row.name: row for row in BENCHMARKS} | dict.fromkeys(DATASETS.plug_ins())).items():
@@ -46,24 +46,24 @@ def check_datasets(root: str | Path, on_name: Callable[[str], None] | None = Non
 
 
 def _check(row: Benchmark, root: Path) -> Finding:
-    place = locate(row, root)
-    if place is None:
+    location = locate(row, root)
+    if location is None:
         return Finding(row.name, row, "missing", notes=(how_to_get(row),))
     try:
-        data = read_benchmark(place)
+        data = read_benchmark(location)
     except InputError as problem:
-        return Finding(row.name, row, "broken", place.home, place.layout, notes=(str(problem),))
+        return Finding(row.name, row, "broken", location.home, location.layout, notes=(str(problem),))
     size = len(data), len(data.classnames)
     state: State = "complete" if size == (row.images, row.classes) else "half copied"
     if state != "complete" and (size[0] >= row.images or size[1] > row.classes):
         state = "differs"
-    return Finding(row.name, row, state, place.home, place.layout, *size, data.notes)
+    return Finding(row.name, row, state, location.home, location.layout, *size, data.notes)
 
 
 def _check_plug_in(name: str, root: Path) -> Finding:
     try:
         data = open_dataset(name, root=root)
-    except InputError as problem:  # it alone knows whether this is none of its data, or damaged ones
+    except InputError as problem:  # only the plug-in knows whether its data are missing or damaged
         return Finding(name, None, "missing", notes=(str(problem),))
     return Finding(name, None, "found", root, "", len(data), len(data.classnames), data.notes)
 

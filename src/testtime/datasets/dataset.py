@@ -1,4 +1,4 @@
-"""What a dataset is, and what every way of reading one shares."""
+"""The dataset type, and what all readers share."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from testtime.images.reading import IMAGE_SUFFIXES, class_numbers, labels_from_f
 from testtime.registry import folded_name
 from testtime.types import InputError, StoredImage
 
-CLASSNAMES = "classnames.txt"  # honoured beside images whose labels are numbers
-NAMELESS = "classes are numbers without names"
-MOST_CLASSES = 100_000  # that numbers without names may count; what is larger is an id, and would be as many names
+CLASSNAMES = "classnames.txt"  # names the classes of images whose labels are numbers
+UNNAMED = "classes are numbers without names"
+MAX_CLASSES = 100_000  # for numbers without names; a larger number is an id, and would make as many names
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Images and what is in them; labels score, and train where training is what was asked for."""
+    """Images and their classes; labels are used for scoring, and for training if that is requested."""
 
     name: str
     paths: Sequence[Path | StoredImage]  # whatever `read_image` reads
     labels: Sequence[int] | None  # None where the images are unlabelled
     classnames: Sequence[str]
-    notes: tuple[str, ...] = ()  # what a reader of results should know: images missing, names made up
+    notes: tuple[str, ...] = ()  # caveats for the results: missing images, made-up names
 
     def __post_init__(self) -> None:
-        # names are printed, encoded and stored, also those of folders that are not UTF-8
+        # names are printed, encoded and stored, even if a folder's name is not UTF-8
         object.__setattr__(self, "name", _printable(self.name))
         object.__setattr__(self, "classnames", [_printable(name) for name in self.classnames])
 
@@ -47,8 +47,8 @@ def spaced(name: str) -> str:
     return name.replace("_", " ")
 
 
-def some(names: Sequence[str], most: int = 3) -> str:
-    """The first few of many names."""
+def shortened(names: Sequence[str], most: int = 3) -> str:
+    """The first few names, and how many more there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most:,} more" if len(names) > most else "")
 
 
@@ -78,7 +78,7 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def present(folder: Path, names: Sequence[str]) -> list[bool]:
-    """Which of the files `names` are below a folder; each folder is listed once, where a look at each file is slow."""
+    """Which of the files `names` are below a folder; each folder is listed once, since a stat of each file is slow."""
     listing: dict[str, set[str]] = {}
     found = []
     for name in names:
@@ -86,14 +86,14 @@ def present(folder: Path, names: Sequence[str]) -> list[bool]:
         if parent not in listing:
             try:
                 listing[parent] = set(os.listdir(folder / parent))
-            except (OSError, ValueError):  # no file can be called so: a NUL, half a character
+            except (OSError, ValueError):  # not a valid file name: a NUL, a lone surrogate
                 listing[parent] = set()
         found.append(base in listing[parent])
     return found
 
 
 def existing(folder: Path, listed: Sequence[str], none: str) -> tuple[list[int], list[str]]:
-    """Which of the images listed are below a folder, and a note on those that are not; `none` begins an error."""
+    """Which of the images listed are below a folder, and a note on those that are not; `none` starts the error."""
     there = present(folder, listed)
     missing = [name for name, found in zip(listed, there, strict=True) if not found]
     if len(missing) == len(listed):
@@ -103,7 +103,7 @@ def existing(folder: Path, listed: Sequence[str], none: str) -> tuple[list[int],
 
 
 def content(file: Path) -> bytes:
-    """What is in a file that belongs to a dataset; one that cannot be read is an error that says why."""
+    """The bytes of a dataset's file; the error says why it cannot be read."""
     try:
         return read_bytes(file)
     except OSError as problem:
@@ -121,10 +121,11 @@ def read_text(file: Path) -> str:
 def number_labels(
     values: Sequence[object], beside: Path, where: str, given: Sequence[str] = ()
 ) -> tuple[list[int] | None, list[str], list[str]]:
-    """Labels, class names and notes for labels as they were written: names, or numbers from 0.
+    """Labels, class names and notes from raw labels: names, or numbers from 0.
 
-    Numbers are named by `given`, or else by `classnames.txt` in the folder `beside`, if there is one. Where an image
-    lacks its label, there are no labels at all: part of a stream cannot be scored. `where` says what holds the values.
+    Numbers are named by `given`, or else by `classnames.txt` in the folder `beside`, if there is one. If any image
+    lacks its label, there are no labels at all: part of a stream cannot be scored. `where` names the source of the
+    values.
     """
     texts = [written(value, where) for value in values]
     notes = []
@@ -140,27 +141,27 @@ def number_labels(
         folders = sorted(set(texts))
         position = {text: index for index, text in enumerate(folders)}
         return [position[text] for text in texts], [spaced(text) for text in folders], notes
-    # a number too long to be one of a class need not be read
+    # a number too long to be a class is not parsed
     labels = [int(text) if len(text) < 19 else sys.maxsize for text in texts]
     most = max(labels, default=-1)
-    said = texts[labels.index(most)][:40] if texts else ""
+    largest = texts[labels.index(most)][:40] if texts else ""
     names = [spaced(name) for name in given] or _names(beside)
     if names and most >= len(names):
-        whose = where if given else beside / CLASSNAMES
-        raise InputError(f"{whose} names {len(names)} classes, but there is a label {said}.")
-    if not names and most >= MOST_CLASSES:
+        source = where if given else beside / CLASSNAMES
+        raise InputError(f"{source} names {len(names)} classes, but there is a label {largest}.")
+    if not names and most >= MAX_CLASSES:
         raise InputError(
-            f"{where} holds {said}, where the numbers of classes count from 0 and end before {MOST_CLASSES:,}. "
-            "If it names a class, write the class's name; if it is an id, take it out, or call it anything but a label."
+            f"{where} holds {largest}, but class numbers start at 0 and must be below {MAX_CLASSES:,}. "
+            "If it is a class, write the class's name; if it is an id, remove it or do not call it a label."
         )
     if not names:
         names = [str(number) for number in range(most + 1)]
-        notes = [f"{NAMELESS}; write one a line in {beside / CLASSNAMES}"]
+        notes = [f"{UNNAMED}; write one name per line in {beside / CLASSNAMES}"]
     return labels, names, notes
 
 
 def written(value: object, where: str) -> str:
-    """A label as text: a name or a whole number; empty where there is none."""
+    """A label as text: a name or a whole number; empty if it is missing."""
     match value:
         case None:
             return ""
@@ -170,16 +171,16 @@ def written(value: object, where: str) -> str:
             return str(value)
         case float() if value.is_integer():
             return str(int(value))
-    said = value if isinstance(value, float) else f"a {type(value).__name__}"
-    raise InputError(f"{where} holds {said}, where a label should be: a name, or a whole number from 0.")
+    found = value if isinstance(value, float) else f"a {type(value).__name__}"
+    raise InputError(f"{where} holds {found}; a label must be a name, or a whole number from 0.")
 
 
 def labels_among(data: Dataset, classnames: Sequence[str]) -> list[int | None]:
-    """For each image, which of the classes asked for it shows; None where it shows none of them, or it is not known.
+    """Each image's class as an index into `classnames`; None if it is none of them, or unknown.
 
-    Names are compared without case, and `_` counts as a space. A dataset without names has numbers, which count
-    through the classes asked for. Where a dataset has no labels, or none of these classes, an image's own folder
-    may still be named after one.
+    Names are compared without case, and `_` counts as a space. A dataset without names has numbers, which index
+    `classnames`. If a dataset has no labels, or none of these classes, an image's own folder may still be named after
+    one.
 
     >>> labels_among(Dataset("pets", [Path("a"), Path("b")], [1, 0], ["Cat", "red_fox"]), ["red fox", "dog"])
     [0, None]
@@ -189,7 +190,7 @@ def labels_among(data: Dataset, classnames: Sequence[str]) -> list[int | None]:
             return list(data.labels)  # also where two classes share a name
         if list(data.classnames) == [str(number) for number in range(len(data.classnames))]:
             if (most := max(data.labels)) >= len(classnames):
-                raise InputError(f"{data.name} has a label {most}, where {len(classnames)} classes are asked for.")
+                raise InputError(f"{data.name} has a label {most}, but {len(classnames)} classes are given.")
             return list(data.labels)
         numbers = class_numbers(classnames)
         known = [numbers.get(folded_name(name)) for name in data.classnames]

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from testtime.datasets.benchmarks import Benchmark, data_text
-from testtime.datasets.dataset import CLASSNAMES, Dataset, listed_images, read_text, some, spaced, subfolders
+from testtime.datasets.dataset import CLASSNAMES, Dataset, listed_images, read_text, shortened, spaced, subfolders
 from testtime.types import InputError
 
 VALIDATION = re.compile(r"ILSVRC2012_val_(\d{8})\.JPEG", re.IGNORECASE)
@@ -35,7 +35,7 @@ def mask(name: str) -> tuple[int, ...]:
 
 def class_folders(row: Benchmark) -> list[str]:
     """The names of a variant's class folders, in the order of its labels."""
-    if row.name == "imagenet-v2":  # named 0 to 999: as numbers, where a sort of names puts 10 before 2
+    if row.name == "imagenet-v2":  # named 0 to 999, in numeric order; sorted names would put 10 before 2
         return [str(number) for number in range(1000)]
     return _wnids(row)
 
@@ -46,47 +46,47 @@ def has_classes(row: Benchmark, folder: Path) -> bool:
 
 
 def is_flat(folder: Path) -> bool:
-    """Whether ImageNet's validation images lie in a folder unsorted, as the archive unpacks."""
+    """Whether ImageNet's validation images are in a folder unsorted, as the archive unpacks them."""
     return folder.is_dir() and any(VALIDATION.fullmatch(name) for name in listed_images(folder))
 
 
 def read_imagenet(row: Benchmark, home: Path, images: Path) -> Dataset:
-    """The images of a variant, class by class. Folders and images that are missing are noted."""
+    """The images of a variant, class by class. Missing folders and images are noted."""
     if not has_classes(row, images):
         if is_flat(images):
             raise InputError(
                 f"{images} holds {len(listed_images(images)):,} images and no class folders, so they have no labels. "
-                "Sort them into folders named n01440764, ...: torchvision.datasets.ImageNet does, from the archive."
+                "Sort them into folders named n01440764, ...; torchvision.datasets.ImageNet does so from the archive."
             )
         raise InputError(f"{images} holds no class folders of {row.title}, such as {class_folders(row)[0]}.")
     folders = class_folders(row)
-    there = set(subfolders(images))
+    present = set(subfolders(images))
     paths: list[Path] = []
     labels: list[int] = []
     for label, folder in enumerate(folders):
-        if folder in there:
+        if folder in present:
             found = listed_images(images / folder)
             paths += [images / folder / name for name in found]
             labels += [label] * len(found)
     if not paths:
-        raise InputError(f"{images} has class folders of {row.title}, and no image in any of them.")
+        raise InputError(f"{images} has class folders of {row.title}, but no image in any of them.")
     notes = []
-    if absent := [folder for folder in folders if folder not in there]:
-        notes.append(f"{len(absent):,} of {len(folders):,} class folders are missing: {some(absent)}")
-    if others := sorted(there.difference(folders)):
-        notes.append(f"folders that are no class of {row.title} are left out: {some(others)}")
-    if row.name == "imagenet-v2":  # ten images a class, under names that tell nothing
-        short = [label for label, count in sorted(Counter(labels).items()) if count < 10]
-        if short:
-            first, count = folders[short[0]], labels.count(short[0])
-            notes.append(f"{len(short):,} class folders are half empty: {first} has {count} of 10 images")
+    if absent := [folder for folder in folders if folder not in present]:
+        notes.append(f"{len(absent):,} of {len(folders):,} class folders are missing: {shortened(absent)}")
+    if others := sorted(present.difference(folders)):
+        notes.append(f"folders that are not a class of {row.title} are left out: {shortened(others)}")
+    if row.name == "imagenet-v2":  # ten images per class, under arbitrary names
+        incomplete = [label for label, count in sorted(Counter(labels).items()) if count < 10]
+        if incomplete:
+            first, count = folders[incomplete[0]], labels.count(incomplete[0])
+            notes.append(f"{len(incomplete):,} class folders lack images: {first} has {count} of 10 images")
     if row.name == "imagenet" and (gap := _first_gap(paths, row.images)):
         notes.append(f"{gap} is the first image missing")
     return Dataset(row.name, paths, labels, _names(row, home, images), tuple(notes))
 
 
 def _names(row: Benchmark, home: Path, images: Path) -> list[str]:
-    """Class names: those of a classnames.txt that lies with the dataset, else our table's."""
+    """Class names: those of a classnames.txt in the dataset, or else of the built-in table."""
     table = class_table()
     for file in (home / CLASSNAMES, images / CLASSNAMES):
         if file.is_file():
@@ -94,7 +94,7 @@ def _names(row: Benchmark, home: Path, images: Path) -> list[str]:
             if lacking := [wnid for wnid in _wnids(row) if not table.get(wnid)]:
                 raise InputError(
                     f"{file} lacks {len(lacking):,} of {row.classes:,} classes, {lacking[0]} first; "
-                    "its lines read 'n01440764 tench'. Mend it, or remove it to use the released names."
+                    "its lines read 'n01440764 tench'. Fix it, or remove it to use the released names."
                 )
             break
     return [spaced(table[wnid]) for wnid in _wnids(row)]
@@ -111,7 +111,7 @@ def _table(text: str) -> dict[str, str]:
 
 
 def _first_gap(paths: list[Path], count: int) -> str | None:
-    """The first of the numbered validation images that is not there, where all are so named."""
+    """The first of the numbered validation images that is missing, if all files have such names."""
     matches = [VALIDATION.fullmatch(path.name) for path in paths]
     numbers = {int(match[1]) for match in matches if match}
     if len(numbers) < len(paths):

@@ -22,18 +22,18 @@ TABLES = (".csv", ".tsv", ".jsonl")
 
 
 def part_names(part: str) -> tuple[str, ...]:
-    """What a part may be called: 'val' is 'validation' elsewhere."""
+    """The names that a part may have: 'val' is also 'validation'."""
     return next((names for names in PARTS.values() if part in names), (part,))
 
 
 def read_folders(root: str | Path) -> Dataset:
-    """A folder of class folders; names come sorted. WordNet ids are read as ImageNet's classes."""
+    """A folder of class folders, sorted by name. WordNet ids are read as ImageNet's classes."""
     root = Path(root)
     names = subfolders(root)
     if len(names) < 2:
         raise InputError(f"{root} holds {len(names)} class folders; two or more are needed.")
     if loose := listed_images(root):
-        raise InputError(f"{root}: {len(loose)} images lie in no class folder, {loose[0]} first.")
+        raise InputError(f"{root}: {len(loose)} images are in no class folder, {loose[0]} first.")
     paths = find_images(root)
     position = {name: label for label, name in enumerate(names)}
     labels = [position[path.relative_to(root).parts[0]] for path in paths]
@@ -50,7 +50,7 @@ def read_unlabelled(source: str | Path) -> Dataset:
 
 
 def part_folder(root: Path, part: str) -> Path | None:
-    """The folder of one part, where all folders of `root` are named after parts; None where they are not."""
+    """The folder of one part, if all folders of `root` are named after parts; else None."""
     folders = subfolders(root)
     known = {name for names in PARTS.values() for name in names}
     if not folders or not known.issuperset(folders):
@@ -62,20 +62,20 @@ def part_folder(root: Path, part: str) -> Path | None:
 
 
 def read_table(file: Path) -> Dataset:
-    """Paths and labels from a CSV, TSV or JSON-lines file. Relative paths start at the file's own folder.
+    """Paths and labels from a CSV, TSV or JSON-lines file. Paths are relative to the file's own folder.
 
-    A CSV has columns path and label, by a header or in that order; a label is a name or a number from 0. Images
-    that are not there are left out, with a note.
+    A CSV has columns path and label, by a header or in that order; a label is a name or a number from 0. Missing
+    images are left out, with a note.
     """
     text = read_text(file)
     try:
         rows, column = _json_rows(file, text) if file.suffix.lower() == ".jsonl" else _csv_rows(file, text)
     except (csv.Error, ValueError) as problem:
-        raise InputError(f"{file} is no table of images: {problem}.") from None
+        raise InputError(f"{file} is not a table of images: {problem}.") from None
     if not rows:
         raise InputError(f"{file} lists no images; its lines read path,label.")
     listed = [path for path, _ in rows]
-    kept, missing = existing(file.parent, listed, f"None of the {len(rows):,} images in {file} is there")
+    kept, missing = existing(file.parent, listed, f"None of the {len(rows):,} images in {file} exists")
     labels, names, notes = number_labels([label for _, label in rows], file.parent, f"{column} of {file}")
     return Dataset(
         file.parent.name if file.stem == "metadata" else file.stem,
@@ -87,7 +87,7 @@ def read_table(file: Path) -> Dataset:
 
 
 def _csv_rows(file: Path, text: str) -> tuple[list[tuple[str, object]], str]:
-    """Paths and labels, and which column the labels are."""
+    """Paths and labels, and the column of the labels."""
     delimiter = "\t" if file.suffix.lower() == ".tsv" else ","
     rows = [row for row in csv.reader(text.splitlines(), delimiter=delimiter, strict=True) if any(row)]
     head = [cell.strip().lower() for cell in rows[0]] if rows else []
@@ -98,20 +98,20 @@ def _csv_rows(file: Path, text: str) -> tuple[list[tuple[str, object]], str]:
         rows = rows[1:]
     else:
         path, label, column = 0, 1 if len(head) > 1 else None, "Column 2"
-    if short := [row for row in rows if len(row) <= max(path, label or 0)]:
-        raise ValueError(f"the row {delimiter.join(short[0])!r} is too short")
+    if incomplete := [row for row in rows if len(row) <= max(path, label or 0)]:
+        raise ValueError(f"the row {delimiter.join(incomplete[0])!r} is too short")
     return [(row[path].strip(), None if label is None else row[label]) for row in rows], column
 
 
 def _json_rows(file: Path, text: str) -> tuple[list[tuple[str, object]], str]:
-    """Paths and labels, and under which name the labels are."""
+    """Paths and labels, and the key of the labels."""
     rows, column = [], "Label"
     for number, line in enumerate(text.splitlines(), start=1):
         if line.strip():
-            values = parse_json(line, f"{file} is no table of images: line {number}", kind=dict)
+            values = parse_json(line, f"{file} is not a table of images: line {number}", kind=dict)
             path = next((values[name] for name in PATH_COLUMNS if name in values), None)
             if not isinstance(path, str):
-                raise ValueError(f"line {number} has none of {', '.join(PATH_COLUMNS)}, or one that is no text")
+                raise ValueError(f"line {number} has none of {', '.join(PATH_COLUMNS)}, or one that is not text")
             label = next((name for name in LABEL_COLUMNS if name in values), None)
             column = column if label is None else f"Label '{label}'"
             rows.append((path, None if label is None else values[label]))

@@ -1,4 +1,4 @@
-"""Images in tar files, as webdataset lays them out: members of one key are one sample. Nothing is unpacked."""
+"""Images in tar files, in webdataset's layout: members with the same key are one sample. Nothing is unpacked."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from testtime.files import parse_json
 from testtime.images.reading import IMAGE_SUFFIXES
 from testtime.types import InputError
 
-LABELS = (".cls", ".txt", ".json")  # a number; a class name; an object that has either under `label` or `cls`
+LABELS = (".cls", ".txt", ".json")  # a number; a class name; an object with either under `label` or `cls`
 BRACES = re.compile(r"\{([^{}]*)\}")
 LONGEST_LABEL = 2**20  # bytes of a member that is read for its label
-MOST_SHARDS = 100_000  # that one pair of braces may stand for
+MAX_SHARDS = 100_000  # that one pair of braces may expand to
 
 
 class TarImage(NamedTuple):
-    """An image inside a tar file: where its bytes are. Read anew each time, so any number may be held."""
+    """An image inside a tar file: where its bytes are. Read from disk each time, so any number may be held."""
 
     archive: Path
     member: str
@@ -40,7 +40,7 @@ class TarImage(NamedTuple):
 
 
 def find_shards(pattern: str | Path) -> list[Path]:
-    """The tar files that a file, a folder, or a pattern with {000..012}, {a,b}, * or ? stands for, sorted."""
+    """The tar files that a file, a folder, or a pattern with {000..012}, {a,b}, * or ? matches, sorted."""
     text = str(pattern)
     if os.path.isdir(text):
         return sorted(Path(text).glob("*.tar"))
@@ -54,7 +54,7 @@ def find_shards(pattern: str | Path) -> list[Path]:
 
 
 def read_shards(shards: Sequence[Path], name: str) -> Dataset:
-    """The images of tar files in their order, with the labels that lie beside them."""
+    """The images of tar files in their order, with the labels beside them."""
     images: list[TarImage] = []
     values: list[str | None] = []
     for shard in shards:
@@ -73,7 +73,7 @@ def _samples(shard: Path) -> Iterator[tuple[TarImage, str | None]]:
     images: dict[str, TarImage] = {}
     labels: dict[str, str] = {}
     if not os.path.isfile(shard):
-        raise InputError(f"Cannot read {shard}: it is no file.")
+        raise InputError(f"Cannot read {shard}: it is not a file.")
     try:
         with tarfile.open(shard, "r:") as archive:
             for member in archive:
@@ -85,8 +85,8 @@ def _samples(shard: Path) -> Iterator[tuple[TarImage, str | None]]:
                 if suffix in LABELS:
                     if member.size > LONGEST_LABEL:
                         raise InputError(
-                            f"{shard}/{member.name} has {member.size:,} bytes, and a label no more than "
-                            f"{LONGEST_LABEL:,}; if it is none, give it another suffix than {', '.join(LABELS)}."
+                            f"{shard}/{member.name} has {member.size:,} bytes, but a label has at most "
+                            f"{LONGEST_LABEL:,}; if it is not a label, avoid the suffixes {', '.join(LABELS)}."
                         )
                     stream = archive.extractfile(member)
                     labels[key] = _label(stream.read() if stream else b"", suffix, f"{shard}/{member.name}")
@@ -94,16 +94,16 @@ def _samples(shard: Path) -> Iterator[tuple[TarImage, str | None]]:
                     images[key] = TarImage(shard, member.name, member.offset_data, member.size)
     except OSError as problem:
         raise InputError(f"Cannot read {shard}: {problem.strerror or problem}.") from None
-    # of a damaged header, Python's reader lets through what its numbers and texts, or too many of them, give rise to
+    # Python's reader lets these through if a header's numbers or texts are damaged, or there are too many
     except (tarfile.TarError, ValueError, OverflowError, LookupError, MemoryError, RecursionError) as problem:
         raise InputError(
-            f"{shard} is no plain tar file, or is cut short ({problem}). Copy it again; unpack a .tar.gz to a .tar."
+            f"{shard} is not a plain tar file, or is cut short ({problem}). Copy it again; unpack a .tar.gz to a .tar."
         ) from None
     return ((image, labels.get(key)) for key, image in images.items())
 
 
 def _key(member: str) -> tuple[str, str]:
-    """A sample's key, and which of its files this is; no suffix for a file that is neither image nor label."""
+    """A sample's key and this file's suffix; no suffix for a file that is neither image nor label."""
     folder, base = posixpath.split(member)
     known = (*IMAGE_SUFFIXES, *LABELS)
     # webdataset splits at the first dot; names such as 0.000116_clock.jpg have others before the suffix
@@ -124,19 +124,19 @@ def _label(content: bytes, suffix: str, where: str) -> str:
     except ValueError:
         raise InputError(f"{where} is not a label: text, a number, or JSON with 'label' in it.") from None
     if suffix == ".cls" and not text.isdecimal():
-        raise InputError(f"{where} should hold the number of a class; it holds {text[:40]!r}.")
+        raise InputError(f"{where} should hold a class number; it holds {text[:40]!r}.")
     return text
 
 
 def _expand(pattern: str) -> list[str]:
-    """A pattern with its first braces, and then the next, replaced by each thing that they stand for."""
+    """All the names that a pattern with braces expands to."""
     match = BRACES.search(pattern)
     if not match:
         return [pattern]
     if ends := re.fullmatch(r"(\d+)\.\.(\d+)", match[1]):
         width = len(ends[1])
-        if max(width, len(ends[2])) > 18 or int(ends[2]) - int(ends[1]) >= MOST_SHARDS:
-            raise InputError(f"'{match[0]}' stands for more than {MOST_SHARDS:,} files.")
+        if max(width, len(ends[2])) > 18 or int(ends[2]) - int(ends[1]) >= MAX_SHARDS:
+            raise InputError(f"'{match[0]}' expands to more than {MAX_SHARDS:,} files.")
         choices = [f"{number:0{width}d}" for number in range(int(ends[1]), int(ends[2]) + 1)]
     else:
         choices = match[1].split(",")

@@ -1,4 +1,4 @@
-"""Images that a file lists: the few-shot splits of CoOp, and the text files of FGVC-Aircraft."""
+"""Images listed in a file: the few-shot splits of CoOp, and the text files of FGVC-Aircraft."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from testtime.files import parse_json
 from testtime.types import InputError
 
 SPLIT = "split_zhou_*.json"  # [path, label, class name] under train, val and test
-SAMPLE = 64  # rows that decide which folder a split's paths start from
+SAMPLE = 64  # rows that decide which folder a split's paths are relative to
 
 
-def read_split(file: str | Path, root: str | Path, part: str = "test", places: Sequence[Path] = ()) -> Dataset:
-    """One part of a split file. Images that are listed but not there are left out, with a note.
+def read_split(file: str | Path, root: str | Path, part: str = "test", folders: Sequence[Path] = ()) -> Dataset:
+    """One part of a split file. Listed images that are missing are left out, with a note.
 
-    Paths start from one of `places`, by default `root` or a folder in it: from the one that has most of them.
-    Class names are those of all parts, so that every part numbers them alike.
+    Paths are relative to one of `folders`, by default `root` or a folder in it: to the one that has most of them.
+    Class names are those of all parts, so that every part numbers them the same way.
     """
     file, root = Path(file), Path(root)
     parts = _read(file)
@@ -33,7 +33,7 @@ def read_split(file: str | Path, root: str | Path, part: str = "test", places: S
     numbers = sorted(names)
     position = {label: index for index, label in enumerate(numbers)}
     listed = [path for path, _, _ in rows]
-    folder = _image_folder(list(places) or [root, *(root / name for name in subfolders(root))], listed, root)
+    folder = _image_folder(list(folders) or [root, *(root / name for name in subfolders(root))], listed, root)
     kept, notes = existing(folder, listed, f"{folder} has none of the {len(listed):,} images listed")
     labels = [position[rows[i][1]] for i in kept]
     return Dataset(
@@ -59,15 +59,15 @@ def read_aircraft(lists: Path, images: Path, part: str = "test") -> Dataset:
     return Dataset(lists.name, [images / listed[i] for i in kept], [labels[i] for i in kept], names, tuple(notes))
 
 
-def _image_folder(places: Sequence[Path], listed: Sequence[str], root: Path) -> Path:
-    """The place that has most of some of the images."""
+def _image_folder(folders: Sequence[Path], listed: Sequence[str], root: Path) -> Path:
+    """The folder that has most of a sample of the images."""
     sample = listed[:: max(1, len(listed) // SAMPLE)]
-    counts = [sum(present(place, sample)) for place in places]
+    counts = [sum(present(folder, sample)) for folder in folders]
     if not any(counts):
         raise InputError(
-            f"{root}: no image {sample[0]} here or one folder down; give the folder that the split's paths start from."
+            f"{root}: no image {sample[0]} here or one folder down; give the folder that the paths are relative to."
         )
-    return places[counts.index(max(counts))]
+    return folders[counts.index(max(counts))]
 
 
 def _read(file: Path) -> dict[str, list[tuple[str, int, str]]]:
@@ -81,7 +81,7 @@ def _read(file: Path) -> dict[str, list[tuple[str, int, str]]]:
 def _row(path: object, label: object, name: object) -> tuple[str, int, str]:
     if not (isinstance(path, str) and isinstance(label, (int, str)) and isinstance(name, (int, str))):
         raise TypeError
-    # a leading slash would make a path start at the root of the disk
+    # a leading slash would make a path absolute
     return path.lstrip("/"), int(str(label)), str(name)
 
 

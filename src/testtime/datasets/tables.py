@@ -1,4 +1,4 @@
-"""Hugging Face datasets on disk: `save_to_disk` folders of Arrow files, and Parquet files. Needs pyarrow alone."""
+"""Hugging Face datasets on disk: `save_to_disk` folders of Arrow files, and Parquet files. Needs only pyarrow."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Columns(NamedTuple):
 
     image: str
     label: str | None
-    names: Sequence[str]  # class names that the table itself gives to its numbers; empty where it gives none
+    names: Sequence[str]  # class names that the table itself gives to its numbers; empty if it gives none
 
 
 def is_saved(folder: Path) -> bool:
@@ -54,7 +54,7 @@ def is_saved(folder: Path) -> bool:
 
 
 def read_saved(folder: Path, part: str) -> Dataset:
-    """A dataset that `datasets` has saved: one part of it, where it has parts."""
+    """A dataset saved by `datasets`: one part of it, if it has parts."""
     home = folder
     if (folder / "dataset_dict.json").is_file():
         parts = _listed(folder / "dataset_dict.json", _json(folder / "dataset_dict.json"), "splits", str)
@@ -64,7 +64,7 @@ def read_saved(folder: Path, part: str) -> Dataset:
         home = folder / chosen
     state = _json(home / "state.json")
     if state.get("_indices_files") or state.get("_indices_data_files"):
-        raise InputError(f"{home} keeps a selection beside its data; call flatten_indices() and save it again.")
+        raise InputError(f"{home} stores a selection of its rows; call flatten_indices() and save it again.")
     entries = _listed(home / "state.json", state, "_data_files", dict)
     if not all(isinstance(entry.get("filename"), str) for entry in entries):
         raise InputError(f"{home / 'state.json'} is damaged: an entry of _data_files has no filename.")
@@ -73,13 +73,13 @@ def read_saved(folder: Path, part: str) -> Dataset:
 
 
 def find_parquet(folder: Path, part: str) -> list[Path]:
-    """The Parquet files of a part, in a folder or its folder `data`; all of them where names speak of no part."""
+    """The Parquet files of a part, in a folder or its folder `data`; all of them if the names do not tell the part."""
     files = sorted([*folder.glob("*.parquet"), *folder.glob("data/*.parquet")])
     by_part = [file for file in files if file.name.startswith(tuple(f"{name}-" for name in part_names(part)))]
     known = tuple(f"{name}-" for kind in ("train", "val", "test") for name in part_names(kind))
     if files and not by_part and all(file.name.startswith(known) for file in files):
-        there = sorted({file.name.split("-")[0] for file in files})
-        raise InputError(f"{folder} has no part '{part}'; it has {', '.join(there)}.")
+        parts = sorted({file.name.split("-")[0] for file in files})
+        raise InputError(f"{folder} has no part '{part}'; it has {', '.join(parts)}.")
     return by_part or files
 
 
@@ -93,7 +93,7 @@ def read_tables(files: Sequence[Path], name: str, beside: Path) -> Dataset:
     for file in files:
         counts, size = _counts(file), os.path.getsize(file)
         if sum(counts) > size:
-            raise InputError(f"{file} is damaged: it says that it has {sum(counts):,} rows in {size:,} bytes.")
+            raise InputError(f"{file} is damaged: it claims to have {sum(counts):,} rows in {size:,} bytes.")
         for group, count in enumerate(counts):
             images += [TableImage(file, columns.image, group, row) for row in range(count)]
             values += [None] * count if columns.label is None else _values(file, columns.label, group)
@@ -111,8 +111,8 @@ def _columns(file: Path) -> Columns:
     opened = _open(file)
     with _reading(file):
         schema = opened.schema if file.suffix == ".arrow" else opened.schema_arrow
-        twice = sorted({name for name in schema.names if schema.names.count(name) > 1})
-    what = f"What {file} says of itself"
+        duplicates = sorted({name for name in schema.names if schema.names.count(name) > 1})
+    what = f"The metadata of {file}"
     info = _object(parse_json((schema.metadata or {}).get(b"huggingface", b"{}"), what, kind=dict), "info", what)
     features = _object(info, "features", what)
     kinds = {name: value.get("_type") for name, value in features.items() if isinstance(value, dict)}
@@ -122,10 +122,10 @@ def _columns(file: Path) -> Columns:
         raise InputError(f"{file} has no column of images; it has {', '.join(schema.names)}.")
     classes = [name for name in schema.names if kinds.get(name) == "ClassLabel"]
     label = next((name for name in LABEL_COLUMNS if name in schema.names), next(iter(classes), None))
-    if both := [name for name in (image, label) if name in twice]:
-        raise InputError(f"{file} has the column '{both[0]}' more than once.")
-    told = _object(features, label, what) if label is not None and label in classes else {}
-    return Columns(image, label, _listed(what, told, "names", str))
+    if ambiguous := [name for name in (image, label) if name in duplicates]:
+        raise InputError(f"{file} has the column '{ambiguous[0]}' more than once.")
+    feature = _object(features, label, what) if label is not None and label in classes else {}
+    return Columns(image, label, _listed(what, feature, "names", str))
 
 
 def _json(file: Path) -> Mapping[str, object]:
@@ -133,7 +133,7 @@ def _json(file: Path) -> Mapping[str, object]:
 
 
 def _object(within: Mapping[str, object], name: str, what: object) -> Mapping[str, object]:
-    """A part of a JSON object that is an object; empty where it is not there."""
+    """An object inside a JSON object; empty if it is missing."""
     value = within.get(name) or {}
     if not isinstance(value, dict):
         raise InputError(f"{what} is damaged: '{name}' should be an object; it is a {type(value).__name__}.")
@@ -141,7 +141,7 @@ def _object(within: Mapping[str, object], name: str, what: object) -> Mapping[st
 
 
 def _listed(what: object, within: Mapping[str, object], name: str, kind: type[T]) -> list[T]:
-    """A part of a JSON object that is a list of one kind of things; empty where it is not there."""
+    """A list of one type inside a JSON object; empty if it is missing."""
     value = within.get(name) or []
     if not isinstance(value, list) or not all(isinstance(entry, kind) for entry in value):
         raise InputError(f"{what} is damaged: '{name}' should be a list, each entry a {kind.__name__}.")
@@ -162,12 +162,12 @@ def _values(file: Path, column: str, group: int) -> list[object]:
         return _group(file, column, group).to_pylist()
 
 
-@lru_cache(maxsize=4)  # a stream asks for one row after another of the same group
+@lru_cache(maxsize=4)  # a stream reads one row after another of the same group
 def _group(file: Path, column: str, group: int) -> Any:
     opened = _open(file)
     if file.suffix == ".arrow":
         found = opened.batches[group].column(column)
-        found.validate(full=True)  # what it points to may lie anywhere
+        found.validate(full=True)  # its offsets may point anywhere
         return found
     return opened.read_row_group(group, columns=[column]).column(column)
 
@@ -197,7 +197,7 @@ def _open(file: Path) -> Any:
 
 @contextmanager
 def _reading(file: Path) -> Iterator[None]:
-    """Say what is wrong with a table's bytes; on damaged ones pyarrow raises errors of its own, and Python's."""
+    """Turn read errors into an InputError; on damaged files pyarrow raises its own errors, and Python's."""
     from pyarrow import ArrowException
 
     try:

@@ -1,1 +1,1 @@
-"""The paper's tables and figures, and yours, as rows of one catalogue, run cell by cell and gone on with."""
+"""The paper's tables and figures, and yours, as rows of one catalogue, run cell by cell and resumable."""

@@ -1,4 +1,4 @@
-"""The paper's results as data: what each experiment runs, and the table that it is laid beside."""
+"""The paper's results as data: what each experiment runs, and the published table to compare it with."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ TEXTS = {
     "ensemble": "the seven templates of ImageNet",
     "ensemble80": "the eighty templates of ImageNet",
     "templates": "the dataset's templates",
-    "descriptions": "descriptions alone",
-    "both": "the dataset's templates with descriptions, which must be there",
+    "descriptions": "descriptions only",
+    "both": "the dataset's templates with descriptions, which are required",
     "full": "the dataset's templates, with descriptions where they are given",
     "learned": "a prompt learned by CoOp",
     "given": "a prompt learned by CoOp where one is given, else as full",
@@ -44,11 +44,11 @@ class Row(NamedTuple):
     method: str = "dpe"
     settings: Mapping[str, Any] = NOTHING
     text: str = "full"
-    published: str = ""  # the row's name in the published table, where that is not the label
+    published: str = ""  # the row's name in the published table, if it is not the label
     invalid: str = ""  # why it is not run
-    at: tuple[float, ...] = ()  # its place on the axes of a figure
-    line: str = ""  # the curve it belongs to, where a figure has several
-    oracle: bool = False  # shown the test labels, to choose a setting by; runs only where it is asked for by name
+    at: tuple[float, ...] = ()  # its coordinates on the axes of a figure
+    line: str = ""  # the curve it belongs to, if a figure has several
+    oracle: bool = False  # chooses a setting with the test labels; runs only if requested by name
 
 
 class Experiment(NamedTuple):
@@ -57,18 +57,18 @@ class Experiment(NamedTuple):
     title: str
     rows: tuple[Row, ...]
     table: str = ""  # label in recipes/published.toml
-    datasets: tuple[str, ...] = ()  # benchmarks, one a column; none: whichever dataset is given
-    encoders: tuple[str, ...] = ("offline",)  # where none is given
+    datasets: tuple[str, ...] = ()  # benchmarks, one per column; none: the dataset given
+    encoders: tuple[str, ...] = ("offline",)  # if none is given
     axes: tuple[str, ...] = ()  # of the figure: one for a curve, two for a heat map
-    costs: tuple[str, ...] = ()  # columns of `tables.COSTS`; with any, cells run one at a time, their costs their own
+    costs: tuple[str, ...] = ()  # columns of `tables.COSTS`; with any, cells run one at a time, to measure each cost
     note: str = ""
-    views: int | None = None  # of every row where none are asked for; else as the dataset's recipe says
-    measure: str = "scores"  # what is measured and drawn: the module of this room that does it
+    views: int | None = None  # of every row, unless given; None: those of the dataset's recipe
+    measure: str = "scores"  # the module of this package that measures and draws it
 
 
-DIFFUSION = "DiffTPT needs views drawn by a diffusion model; make them with testtime.images.diffusion and replay them"
+DIFFUSION = "DiffTPT needs views from a diffusion model; make them with testtime.images.diffusion and replay them"
 
-# every system with the prompts that it was published with; the name in the paper's tables is given where ours differs
+# every system with the prompts that it was published with; `published` is its name in the paper's tables if different
 SYSTEMS = (
     Row("zero-shot", "zeroshot", text="single", published="CLIP"),
     Row("ensemble", "zeroshot", text="ensemble", published="Ensemble"),
@@ -92,7 +92,7 @@ SYSTEMS = (
 
 
 def compared(*labels: str) -> tuple[Row, ...]:
-    """The systems of these names in the paper's tables, under these."""
+    """The systems with these names in the paper's tables, labelled with them."""
     known = {row.published or row.label: row for row in SYSTEMS}
     return tuple(known[label]._replace(label=label, published="") for label in labels)
 
@@ -189,7 +189,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         (
             Row("none", settings={"queue": 0, "text_update": "none", "steps": 0}, published="1"),
             Row("VPE", settings={"text_update": "none", "steps": 0}, published="2"),
-            Row("TPE", invalid="text evolution averages the prototypes that residual learning gives, and has none"),
+            Row("TPE", invalid="text evolution averages the prototypes of residual learning, and here there are none"),
             Row("PRL", settings={"queue": 0, "text_update": "none"}, published="4"),
             Row("VPE + TPE", settings={"steps": 0}, published="5"),
             Row("VPE + PRL", settings={"text_update": "none"}, published="6"),
@@ -234,5 +234,5 @@ EXPERIMENTS: dict[str, Experiment] = {
 
 
 def evaluation(methods: Sequence[str]) -> Experiment:
-    """Methods with the same text prototypes, whichever are given: `testtime eval`."""
+    """The methods given, with the same text prototypes: `testtime eval`."""
     return Experiment("Methods compared", tuple(Row(name, name, text="given") for name in methods))

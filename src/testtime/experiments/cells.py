@@ -1,7 +1,7 @@
-"""Cells: one method's run over one stream, done once and kept, so that an experiment goes on where it was stopped.
+"""Cells: one method's run over one stream, run once and kept, so that an interrupted experiment can resume.
 
-A cell is a JSON file, written whole when its run is done. It holds what the numbers depend on and the numbers, no
-time and no machine: the same experiment gives the same bytes, however often it was interrupted. Times lie apart.
+A cell is a JSON file, written atomically when its run is done. It holds the results and what they depend on, but no
+times and no machine: the same experiment writes the same bytes, however often it is interrupted. Times are separate.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from testtime.types import InputError, Method, MissingPart, Task
 
 CHUNK = 64  # images read at a time
 LOGITS = 2**28  # bytes of logits kept while several settings run side by side
-PATIENCE = 20  # seconds after which a run says how far it is, and again after as many
+REPORT_INTERVAL = 20  # seconds between two progress reports of a run
 SHOWN = ("macro_f1", "calibration_error", "images", "skipped", "classes", "views", "augmix", "settings", "text")
-COSTS = ("loading_seconds", "peak_megabytes", "state_megabytes")  # noted of a run that was alone
+COSTS = ("loading_seconds", "peak_megabytes", "state_megabytes")  # recorded for a run on its own
 
 
 def run_cells(lab: Lab, cells: Sequence[Cell], alone: bool = False) -> list[Record]:
-    """Each cell's result, those of earlier runs among them; what cannot run says why under "not run".
+    """Each cell's result, including those of earlier runs; a cell that cannot run has the reason under "not run".
 
-    Settings of one method run side by side over the stream; `alone`, one by one, so that their times and their memory
-    are their own, and a cell that was run otherwise is run again.
+    Settings of one method run side by side over the stream. With `alone` they run one by one, so that each has its own
+    time and memory, and a cell that was run side by side is run again.
     """
     results: dict[int, Record] = {}
 
     def missing(numbers: Sequence[int]) -> list[int]:
-        """Those that still are to run; results that are there are taken, of another process too."""
+        """Those still to run; existing results are used, including those of another process."""
         found = {number: lab.path(cells[number]) for number in numbers}
-        done = {n: p for n, p in found.items() if p.exists() and not (alone and _costs(lab, cells[n]) is None)}
+        done = {n: p for n, p in found.items() if p.exists() and not (alone and _own_costs(lab, cells[n]) is None)}
         results.update({number: _read(path) for number, path in done.items()})
         return [number for number in numbers if number not in done]
 
@@ -55,9 +55,9 @@ def run_cells(lab: Lab, cells: Sequence[Cell], alone: bool = False) -> list[Reco
         tuned = getattr(method, "needs_tower", False)
         return tuned, views.count, views.augmix, seed, repr(text), method.name
 
-    if waiting := missing(range(len(cells))):
-        lab.report(f"{lab.dataset.name}: {len(waiting)} of {len(cells)} cells to run")
-    for _, group in groupby(sorted(waiting, key=shared), key=shared):
+    if pending := missing(range(len(cells))):
+        lab.report(f"{lab.dataset.name}: {len(pending)} of {len(cells)} cells to run")
+    for _, group in groupby(sorted(pending, key=shared), key=shared):
         numbers = list(group)
         most = 1 if alone else max(1, LOGITS // (4 * len(lab.indices) * len(lab.dataset.classnames)))
         for start in range(0, len(numbers), most):
@@ -71,7 +71,7 @@ def run_cells(lab: Lab, cells: Sequence[Cell], alone: bool = False) -> list[Reco
 
 
 def costs(lab: Lab, cell: Cell) -> Record:
-    """Milliseconds per image of the method and of encoding, and memory, as noted; None where they were not."""
+    """Milliseconds per image of the method and of encoding, and memory, as recorded; None if they were not."""
     step = lab.noted(lab.path(cell).stem) or {}
     encoding = lab.noted(f"encode-{lab.store_path(cell.views, cell.seed).name}")
     return {
@@ -81,20 +81,20 @@ def costs(lab: Lab, cell: Cell) -> Record:
     } | {key: step.get(key) for key in COSTS}
 
 
-def _costs(lab: Lab, cell: Cell) -> Record | None:
-    """What was noted of a cell's run, where it was alone."""
+def _own_costs(lab: Lab, cell: Cell) -> Record | None:
+    """The costs recorded for a cell, if it ran on its own."""
     noted = lab.noted(lab.path(cell).stem)
     return noted if noted is not None and all(key in noted for key in COSTS) else None
 
 
 def _run(lab: Lab, cells: Sequence[Cell], alone: bool) -> list[Record]:
-    """Results of cells that differ in settings alone."""
+    """Results of cells that differ only in their settings."""
     first, methods = cells[0], [cell.method for cell in cells]
     task = lab.task(first.text, getattr(first.method, "needs_tower", False))
     first.method.check(task)
     store = lab.store(first.views, first.seed)
     paths = [lab.path(cell) for cell in cells]
-    if not alone and all(path.exists() for path in paths):  # the process that was waited for has run them
+    if not alone and all(path.exists() for path in paths):  # another process ran them while this one waited
         return [_read(path) for path in paths]
     order = shuffled(len(store), first.seed)
     labels = lab.labels_of(store)[order]
@@ -105,9 +105,9 @@ def _run(lab: Lab, cells: Sequence[Cell], alone: bool) -> list[Record]:
         seconds, noted = _measured(task, scorers[0], stream, store.views, labels)
     else:
         start = time.perf_counter()
-        many = sweep(task, methods, stream)
+        answers = sweep(task, methods, stream)
         seconds, noted = (time.perf_counter() - start) / len(cells), {}
-        for scorer, logits in zip(scorers, many, strict=True):
+        for scorer, logits in zip(scorers, answers, strict=True):
             scorer.update(logits.cpu(), labels)
     results = []
     for cell, path, scorer in zip(cells, paths, scorers, strict=True):
@@ -119,11 +119,11 @@ def _run(lab: Lab, cells: Sequence[Cell], alone: bool) -> list[Record]:
 
 
 def _stream(lab: Lab, cell: Cell, store: Features, order: Tensor, task: Task) -> Iterator[Tensor]:
-    """The store's views in an order, a chunk at a time on the task's device; told now and then where it takes long."""
-    told, done = time.perf_counter(), 0
+    """The store's views in an order, in chunks on the task's device, with progress reports if it takes long."""
+    reported, done = time.perf_counter(), 0
     for chunk in store.chunks(order.tolist(), size=CHUNK):
-        if time.perf_counter() - told > PATIENCE:
-            told = time.perf_counter()
+        if time.perf_counter() - reported > REPORT_INTERVAL:
+            reported = time.perf_counter()
             lab.report(f"{lab.dataset.name}, {cell.method.name}: {done} of {len(order)}")
         yield chunk.to(task.text.device)
         done += len(chunk)
@@ -132,7 +132,7 @@ def _stream(lab: Lab, cell: Cell, store: Features, order: Tensor, task: Task) ->
 def _measured(
     task: Task, scorer: Scorer, stream: Iterator[Tensor], views: int, labels: Tensor
 ) -> tuple[float, dict[str, float]]:
-    """Seconds of one run, scored as it goes, and what else it cost; what is done once comes before the clock."""
+    """Seconds of one run, scored along the way, and its other costs; the warm-up is not in the seconds."""
     session = Session(task, scorer.method)
     loading, clock = session.warm_up(views), Latency()
     with Peak() as peak:
@@ -146,35 +146,35 @@ def _measured(
 
 
 class Scorer:
-    """What a run's answers score, taken as they come; those that are not finite are refused, and the image named."""
+    """The scores of a run, updated chunk by chunk; an answer that is not finite is refused, naming the image."""
 
     def __init__(self, method: Method, classes: int, names: Sequence[str]) -> None:
         self.method, self.names, self.scores = method, names, Scores(classes)
-        self._open: list[tuple[Tensor, Tensor]] = []  # of an oracle, which chooses when all is known
+        self._pending: list[tuple[Tensor, Tensor]] = []  # of an oracle, which chooses at the end
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
         """Add the logits (N, C) of a chunk."""
         if isinstance(self.method, Oracle):
-            self._open.append((logits, labels))
+            self._pending.append((logits, labels))
         else:
             self._add(logits, labels)
 
     def _add(self, logits: Tensor, labels: Tensor) -> None:
         probabilities = self.method.probabilities(logits)
-        if not (good := torch.isfinite(logits) & torch.isfinite(probabilities)).all():
-            name = self.names[self.scores.accuracy.images + int((~good).any(1).nonzero()[0, 0])]
+        if not (finite := torch.isfinite(logits) & torch.isfinite(probabilities)).all():
+            name = self.names[self.scores.accuracy.images + int((~finite).any(1).nonzero()[0, 0])]
             settings = ", ".join(f"{key}={value}" for key, value in registry.settings_of(self.method).items())
             raise InputError(
                 f"Method '{self.method.name}' gives NaN or infinity for {name}"
-                f"{f' with {settings}' if settings else ''}. Give it settings of ordinary size, or leave it out."
+                f"{f' with {settings}' if settings else ''}. Use settings of moderate size, or leave it out."
             )
         self.scores.update(probabilities, labels, predictions=logits.argmax(1))
 
     def compute(self) -> Record:
-        """The scores, and of an oracle what it chose."""
+        """The scores, and for an oracle what it chose."""
         chosen: Record = {}
         if isinstance(self.method, Oracle):
-            logits, labels = map(torch.cat, zip(*self._open, strict=True))
+            logits, labels = map(torch.cat, zip(*self._pending, strict=True))
             logits, chosen = self.method.chosen(logits, labels)
             self._add(logits, labels)
         found = self.scores.compute()
@@ -182,8 +182,8 @@ class Scorer:
 
 
 def _read(path: Path) -> Record:
-    record = files.parse_json(read_bytes(path), f"{path} (remove it, and it is made again)", kind=dict)
+    record = files.parse_json(read_bytes(path), f"{path} (remove it to compute it again)", kind=dict)
     score = record.get("accuracy")
     if not isinstance(score, float | int) or not all(key in record for key in SHOWN):
-        raise InputError(f"{path} is damaged; remove it, and it is made again.")
+        raise InputError(f"{path} is damaged; remove it to compute it again.")
     return record | {"accuracy": float(score)}

@@ -1,4 +1,4 @@
-"""What an experiment will cost before it is run: images, encoder passes, disk and hours."""
+"""The cost of an experiment before it is run: images, encoder passes, disk and hours."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from testtime.types import Encoder, InputError, Task, ViewPlan
 
 DEFAULT = "imagenet"  # the dataset of the paper's ablations
 BYTES = 2  # features are kept in half precision
-TRIED = 4  # images, or steps, that a speed is measured on
+TIMED = 4  # images, or steps, that a speed is measured on
 
 
 class Cost(NamedTuple):
-    """What one dataset with one encoder still needs; None where it cannot be told here."""
+    """What one dataset with one encoder still needs; None where it is unknown."""
 
     encoder: str
     dataset: str
     images: int
-    passes: int  # views yet to encode
-    gigabytes: float | None  # of features yet to write
+    passes: int  # views still to encode
+    gigabytes: float | None  # of features still to write
     encoding_hours: float | None
-    cells: int  # yet to run
+    cells: int  # still to run
     running_hours: float | None
-    why: str = ""  # what is not known, or where speeds come from
+    why: str = ""  # what is unknown, or where speeds come from
 
 
 def estimate(
     experiment: Experiment, plans: Mapping[str, Plan | str], columns: Mapping[str, Dataset | str]
 ) -> list[Cost]:
-    """The cost of each encoder and dataset; one that is missing is counted as its recipe says."""
+    """The cost of each encoder and dataset; a missing dataset is estimated from its recipe."""
     found = []
     for name, plan in plans.items():
         for column, dataset in columns.items():
@@ -55,7 +55,7 @@ def estimate(
 
 
 def paper_columns(experiment: Experiment) -> dict[str, Dataset | str]:
-    """The datasets that the paper ran an experiment on, none of them here."""
+    """The datasets that the paper ran an experiment on, all marked as missing."""
     return {name: "not given" for name in experiment.datasets or (DEFAULT,)}
 
 
@@ -71,13 +71,13 @@ def _here(experiment: Experiment, name: str, plan: Plan, column: str, dataset: D
         noted = lab.noted(f"encode-{path.name}")
         per_pass = noted["seconds"] / noted["images"] / noted["views"] if noted else 0.0
         seconds += todo * (per_pass or (_pass_seconds(plan.encoder) if todo else 0.0))
-    waiting, running = 0, 0.0
+    pending, running = 0, 0.0
     for row, cells in rows:
         todo = sum(not lab.path(cell).exists() for cell in cells)
-        waiting += todo
+        pending += todo
         running += todo * count * _step_seconds(row, plan, entry, lab) if todo else 0.0
     size = passes * plan.encoder.dim * BYTES / 1e9
-    return Cost(name, column, count, passes, size, seconds / 3600, waiting, running / 3600)
+    return Cost(name, column, count, passes, size, seconds / 3600, pending, running / 3600)
 
 
 def _absent(experiment: Experiment, name: str, plan: Plan, column: str) -> Cost:
@@ -90,7 +90,7 @@ def _absent(experiment: Experiment, name: str, plan: Plan, column: str) -> Cost:
     size = passes * plan.encoder.dim * BYTES / 1e9
     cells = len(rows) * len(plan.seeds)
     return Cost(
-        name, column, entry.benchmark.images, passes, size, seconds / 3600, cells, running / 3600, "dataset not here"
+        name, column, entry.benchmark.images, passes, size, seconds / 3600, cells, running / 3600, "dataset missing"
     )
 
 
@@ -105,7 +105,7 @@ def _unknown(experiment: Experiment, name: str, column: str, dataset: Dataset | 
 def _stores(
     rows: Sequence[Row], seeds: Sequence[int], entry: Recipe | None, plan: Plan | None = None
 ) -> set[tuple[ViewPlan, int]]:
-    """The kinds of views that rows need, by seed where views are random."""
+    """The kinds of views that rows need, by seed if views are random."""
     kinds = {plan.views_of(row.method, entry) if plan else recipes.views_of(row.method, entry) for row in rows}
     return {(views, seed if views.count > 1 else 0) for views in kinds for seed in seeds}
 
@@ -114,22 +114,22 @@ _PASSES: dict[str, float] = {}  # seconds by encoder: one measurement serves all
 
 
 def _pass_seconds(encoder: Encoder) -> float:
-    """Seconds that one view takes here, made and encoded."""
+    """Seconds to make and encode one view on this machine."""
     if encoder.name not in _PASSES:
         import numpy as np
         from PIL import Image
 
         pixels = np.random.default_rng(0).integers(0, 255, (256, 256, 3), dtype=np.uint8)
-        images = [Image.fromarray(pixels)] * TRIED
+        images = [Image.fromarray(pixels)] * TIMED
         for _ in range(2):  # the first one warms up
             start = time.perf_counter()
             list(stream(encoder, images, ViewPlan(count=2)))
-            _PASSES[encoder.name] = (time.perf_counter() - start) / (2 * TRIED)
+            _PASSES[encoder.name] = (time.perf_counter() - start) / (2 * TIMED)
     return _PASSES[encoder.name]
 
 
 def _step_seconds(row: Row, plan: Plan, entry: Recipe | None, lab: Lab | None = None) -> float:
-    """Seconds that one image takes: as noted by an earlier cell of this method, or on made-up features."""
+    """Seconds that one image takes: as recorded by an earlier cell of this method, or on synthetic features."""
     if lab is not None:
         for path in sorted((lab.folder / "cells").glob(f"{lab.dataset.name}-{row.method}-*.json")):
             if noted := lab.noted(path.stem):
@@ -137,7 +137,7 @@ def _step_seconds(row: Row, plan: Plan, entry: Recipe | None, lab: Lab | None = 
     classes = len(lab.dataset.classnames) if lab else (entry.benchmark.classes if entry else 2)
     random = torch.Generator().manual_seed(0)
     text = unit(torch.randn(classes, plan.encoder.dim, generator=random))
-    views = unit(torch.randn(TRIED, plan.views_of(row.method, entry).count, plan.encoder.dim, generator=random))
+    views = unit(torch.randn(TIMED, plan.views_of(row.method, entry).count, plan.encoder.dim, generator=random))
     device = plan.encoder.device
     try:
         session = Session(
@@ -148,20 +148,20 @@ def _step_seconds(row: Row, plan: Plan, entry: Recipe | None, lab: Lab | None = 
     session.warm_up(views.shape[1])
     start = time.perf_counter()
     session.scan(views.to(device))
-    return (time.perf_counter() - start) / TRIED
+    return (time.perf_counter() - start) / TIMED
 
 
 def _text_seconds(encoder: Encoder, classes: int) -> float:
-    """Seconds of prompt tuning, told from the text tower: forward, backward (twice forward), and forward again."""
-    few = [f"a photo of a thing {number}." for number in range(8)]
-    encoder.encode_texts(few)
+    """Seconds of prompt tuning, from the text tower's speed: forward, backward (twice forward), and forward again."""
+    texts = [f"a photo of a thing {number}." for number in range(8)]
+    encoder.encode_texts(texts)
     start = time.perf_counter()
-    encoder.encode_texts(few)
-    return 4 * (time.perf_counter() - start) / len(few) * classes
+    encoder.encode_texts(texts)
+    return 4 * (time.perf_counter() - start) / len(texts) * classes
 
 
 def cost_lines(costs: Sequence[Cost]) -> list[list[Any]]:
-    """The costs as rows of text, with a sum below; the header comes first."""
+    """The costs as rows of text, with a total below; the header comes first."""
     lines: list[list[Any]] = [
         ["encoder", "dataset", "images", "passes", "GB", "hours encoding", "cells", "hours running", ""]
     ]

@@ -1,9 +1,9 @@
-"""A lab: a dataset and an encoder, with the folder where what they give is kept.
+"""A lab: a dataset and an encoder, with the folder for their results.
 
 folder/stores/     features by dataset, encoder, views and seed, in shards; no labels, which may be corrected
 folder/text/       text prototypes
 folder/cells/      results
-folder/timings/    how long each of them took, and on what
+folder/timings/    how long each of them took, and on which machine
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from testtime.types import Encoder, InputError, Method, StoredImage, Task, ViewP
 Record = dict[str, Any]  # plain data, as it is written to JSON
 NOT_RUN = "not run"  # in a record: why there is no score
 
-SHARD = 256  # images; an interrupt loses at most these
-SUBSET_SEED = 0  # of the images that a limit leaves, which are the same for every seed of the stream
-ONE_VIEW_SEED = 1  # without random views there is one store for every seed
+SHARD = 256  # images per shard; an interrupt loses at most one shard
+SUBSET_SEED = 0  # of the images that a limit selects, which are the same for every seed of the stream
+ONE_VIEW_SEED = 1  # without random views, all seeds share one store
 DTYPE = "float16"  # of features, as stored
 
 
@@ -50,7 +50,7 @@ class Text(NamedTuple):
     learned: Path | None = None  # a learned prompt in place of both
 
     def conditions(self) -> Record:
-        """The text as plain data; files by their content, so that a file of the same name is not mistaken."""
+        """The text as plain data; files by their content, so that two files of the same name are not confused."""
         return {
             "templates": list(self.templates) if self.learned is None else [],
             "descriptions": _digest(self.descriptions),
@@ -59,7 +59,7 @@ class Text(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """One run: a method with its settings, on views of a kind, in the order of a seed."""
+    """One run: a method with its settings, on one kind of views, in the order of a seed."""
 
     method: Method
     text: Text = Text()
@@ -69,7 +69,7 @@ class Cell(NamedTuple):
 
 @dataclass
 class Lab:
-    """A dataset and an encoder, and the folder where what they give is kept."""
+    """A dataset and an encoder, and the folder for their results."""
 
     folder: Path
     encoder: Encoder
@@ -90,7 +90,7 @@ class Lab:
 
     @property
     def indices(self) -> list[int]:
-        """The images taken, as rows of the dataset: all, or a random subset that no seed changes."""
+        """The images used, as rows of the dataset: all, or a random subset that is the same for every seed."""
         count = len(self.dataset)
         if self.limit is None or self.limit >= count:
             return list(range(count))
@@ -98,7 +98,7 @@ class Lab:
         return sorted(chosen.tolist())
 
     def conditions(self, cell: Cell) -> Record:
-        """All that a cell's numbers depend on."""
+        """Everything that a cell's numbers depend on."""
         return {
             "dataset": self.dataset.name,
             "images": len(self.indices),
@@ -117,8 +117,8 @@ class Lab:
 
     def path(self, cell: Cell) -> Path:
         """Where the cell's result is, or will be."""
-        mark = _mark(self.conditions(cell))
-        return self.folder / "cells" / f"{_slug(self.dataset.name)}-{_slug(cell.method.name)}-{mark}.json"
+        fingerprint = _fingerprint(self.conditions(cell))
+        return self.folder / "cells" / f"{_slug(self.dataset.name)}-{_slug(cell.method.name)}-{fingerprint}.json"
 
     def store_path(self, views: ViewPlan, seed: int) -> Path:
         """Where the features are, or will be."""
@@ -126,19 +126,19 @@ class Lab:
         name += f"-seed{seed}" if views.count > 1 else ""
         name += f"-{len(self.indices)}" if len(self.indices) < len(self.dataset) else ""
         made = made_with(self.encoder, _seeded(views, seed), DTYPES[DTYPE], self.dataset.name)
-        mark = digest([*(f"{key} {value}" for key, value in made.items()), *map(str, self._images())])
-        return self.folder / "stores" / f"{name}-{mark}"
+        fingerprint = digest([*(f"{key} {value}" for key, value in made.items()), *map(str, self._images())])
+        return self.folder / "stores" / f"{name}-{fingerprint}"
 
     def store(self, views: ViewPlan, seed: int) -> Features:
-        """The features, encoded where they are not there yet; shards that are finished stay.
+        """The features, encoded if they are missing; finished shards are reused.
 
-        Another process that makes the same is waited for.
+        It waits for another process that makes the same.
         """
         out = self.store_path(views, seed)
         if out not in self.stores:
-            with self._alone(out):
+            with self._locked(out):
                 self._encode(out, views, seed)
-                self.stores[out] = Features(out)  # from here on, a shard that is replaced is noticed
+                self.stores[out] = Features(out)  # from here on, a replaced shard is detected
         return self.stores[out]
 
     def _encode(self, out: Path, views: ViewPlan, seed: int) -> None:
@@ -155,7 +155,7 @@ class Lab:
             shard=self.shard,
             dataset=self.dataset.name,
             resume=True,
-            retext=True,  # ours are elsewhere, and may be other ones by now
+            retext=True,  # the prototypes are kept in folder/text, and may differ by now
             on_skip=lambda line: self.report(f"skipped {line}"),
             progress=self._encoding(len(images)),
             report=self.report,
@@ -165,27 +165,27 @@ class Lab:
             self.note(f"encode-{out.name}", {"images": count, "views": views.count}, time.perf_counter() - start)
 
     @contextmanager
-    def _alone(self, out: Path) -> Iterator[None]:
-        """Have a store to write for ourselves; who has it is named, and waited for."""
+    def _locked(self, out: Path) -> Iterator[None]:
+        """Lock a store for writing; if another process has the lock, report that and wait."""
         with ExitStack() as stack:
             try:
                 stack.enter_context(files.locked(out))
-            except InputError as taken:
-                self.report(f"waiting: {taken}")
+            except InputError as in_use:
+                self.report(f"waiting: {in_use}")
                 stack.enter_context(files.locked(out, wait=True))
             yield
 
     def rows(self, store: Features) -> list[int]:
-        """Which images of the dataset a store holds: those taken, less those that could not be read."""
-        taken = self.indices
-        return taken if store.positions is None else [taken[place] for place in store.positions]
+        """Which images of the dataset a store holds: those used, except those that could not be read."""
+        used = self.indices
+        return used if store.positions is None else [used[position] for position in store.positions]
 
     def labels_of(self, store: Features) -> Tensor:
         """The labels (N,) of a store's images, as the dataset has them now."""
         return torch.tensor([self.labels[row] for row in self.rows(store)])
 
     def task(self, text: Text, tower: bool = False) -> Task:
-        """The task with prototypes of that text, kept in a file once made."""
+        """The task with prototypes of that text, cached in a file."""
         if (text, tower) not in self.tasks:
             self.tasks[text, tower] = self._task(text, tower)
         return self.tasks[text, tower]
@@ -203,24 +203,24 @@ class Lab:
             "weights": self.weights,
             "classnames": list(names),
         } | text.conditions()
-        path = self.folder / "text" / f"{_mark(conditions)}.safetensors"
+        path = self.folder / "text" / f"{_fingerprint(conditions)}.safetensors"
         if not path.exists():
             task = build_task(self.encoder, names, text.templates, text.descriptions, allow_duplicates=True)
             files.write_tensors(path, {"text": task.text}, {"text": json.dumps(conditions), "scale": repr(task.scale)})
             return task
         file = files.open_tensors(path)
-        scale = float(file.metadata().get("scale") or self.encoder.scale)  # with it, no encoder need be loaded
+        scale = float(file.metadata().get("scale") or self.encoder.scale)  # with it, the encoder need not be loaded
         prototypes = aligned(file.get_tensor("text")).to(self.encoder.device)
         return Task(prototypes, check_classes(names, allow_duplicates=True), scale, self.encoder.name)
 
     @cached_property
     def weights(self) -> str:
-        """What tells the encoder's weights from others of its name."""
+        """An identifier of the encoder's weights, since its name may stand for others."""
         return weights(self.encoder)
 
     @cached_property
     def data(self) -> str:
-        """What tells these images from others: names, wherever the folder lies, content and labels."""
+        """A digest of these images: names (without the folder's location), content and labels."""
         names = ["/".join(str(self.dataset.paths[i]).replace("\\", "/").split("/")[-2:]) for i in self.indices]
         content = [f"{identity(self.dataset.paths[i])} {self.labels[i]}" for i in self.indices]
         return digest([*names, *content])
@@ -229,24 +229,24 @@ class Lab:
         return [_absolute(self.dataset.paths[i]) for i in self.indices]
 
     def _encoding(self, count: int) -> Callable[[int], None]:
-        """A line now and then; none for shards that are there, which take no time."""
-        told, start = 0, time.perf_counter()
+        """Occasional progress reports; none for existing shards, which take no time."""
+        reported, start = 0, time.perf_counter()
 
         def line(done: int) -> None:
-            nonlocal told
-            if 10 * done // count > 10 * told // count and time.perf_counter() - start > 1:
-                told = done
+            nonlocal reported
+            if 10 * done // count > 10 * reported // count and time.perf_counter() - start > 1:
+                reported = done
                 self.report(f"{self.dataset.name}: {done} of {count} images encoded")
 
         return line
 
     def note(self, name: str, what: Record, seconds: float) -> None:
-        """Keep how long something took, with what and where."""
+        """Record how long something took, and on which machine."""
         note = what | {"seconds": seconds} | provenance()
         files.write_atomic(self.folder / "timings" / f"{name}.json", json.dumps(note, indent=1) + "\n")
 
     def noted(self, name: str) -> Record | None:
-        """How long something took, where that was noted."""
+        """How long something took, if that was recorded."""
         path = self.folder / "timings" / f"{name}.json"
         return files.parse_json(read_bytes(path), path, kind=dict) if path.exists() else None
 
@@ -271,7 +271,7 @@ def _seeded(views: ViewPlan, seed: int) -> ViewPlan:
 
 
 def _absolute(image: StoredImage) -> StoredImage:
-    """An image under the same name wherever it is asked for from, so that its shard is found again."""
+    """An image under its absolute name, so that its shard is found from any working directory."""
     return Path(os.path.abspath(image)) if isinstance(image, Path) else image
 
 
@@ -288,10 +288,10 @@ def _digest(path: Path | None) -> str | None:
     return hashlib.sha256(read_bytes(Path(path))).hexdigest()[:12]
 
 
-def _mark(conditions: Record) -> str:
+def _fingerprint(conditions: Record) -> str:
     return hashlib.sha256(json.dumps(conditions, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def _slug(name: str) -> str:
-    """A name as part of a file's; a long one is cut, since a mark follows that tells it from others."""
+    """A name as part of a file name; a long one is truncated, since a fingerprint follows that distinguishes it."""
     return "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in name)[:60]

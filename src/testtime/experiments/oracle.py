@@ -1,7 +1,7 @@
 """DMN-ZS as its numbers were published: the fusion weight chosen on the test set, by its labels.
 
-No honest system can do this: it says what the memory could give if someone knew the right weight beforehand. So it is
-not a setting of `dmn`; it goes by a name of its own, which every table, JSON object and file of such a run carries.
+No honest system can do this: it shows what the memory could give if the right weight were known beforehand. So it is
+not a setting of `dmn`; it has its own name, which is in every table, JSON object and file of such a run.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from testtime.methods.dmn import DMN, State
 from testtime.session import replay as replays
 from testtime.types import InputError, Method, Task
 
-# of the memory, the text's being 1: the grid of the released code
+# of the memory, relative to a text weight of 1: the grid of the released code
 WEIGHTS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 
 
 @dataclass(frozen=True)
 class Oracle(DMN):
-    """DMN that leaves open how its two classifiers are weighed: scores (2C,), by the text and then by the memory.
+    """DMN without its fusion weight: scores (2C,) of both classifiers, the text's and then the memory's.
 
     The memory does not depend on the weight, so one pass over the stream serves all weights.
     """
@@ -42,7 +42,7 @@ class Oracle(DMN):
         return scores, state
 
     def chosen(self, scores: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        """Scores (N, C) with the weight that gets most images right, the smallest of equals, and what to say of it.
+        """Scores (N, C) with the weight that gets most images right, ties to the smallest, and a record of the choice.
 
         `scores` (N, 2C) are those of both classifiers.
         """
@@ -59,7 +59,7 @@ class Oracle(DMN):
 
 
 def oracle_of(method: Method) -> Oracle:
-    """The method with its weight left open."""
+    """The method without its fusion weight."""
     if type(method) is not DMN:
         raise InputError(f"Only the method 'dmn' has an oracle, not '{method.name}'.")
     return Oracle(**registry.settings_of(method))
@@ -67,7 +67,7 @@ def oracle_of(method: Method) -> Oracle:
 
 @dataclass(frozen=True)
 class OracleReplay(replays.Replay):
-    """A run over a store that was shown the labels."""
+    """A run over a store that used its labels."""
 
     chosen: dict[str, Any]  # as `Oracle.chosen` gives it
 
@@ -77,10 +77,10 @@ class OracleReplay(replays.Replay):
 
 
 def replay(store: Features, method: Method | None = None, **options: Any) -> OracleReplay:
-    """DMN over a store with the fusion weight that its labels like best; `options` are those of `replay.replay`."""
+    """DMN over a store with the best fusion weight for its labels; `options` are those of `replay.replay`."""
     oracle = oracle_of(method or DMN())
     if store.labels is None:
-        raise InputError(f"{store.path} has no labels, which an oracle chooses by.")
+        raise InputError(f"{store.path} has no labels, which an oracle needs.")
     run = replays.replay(store, oracle, **options)
     logits, chosen = oracle.chosen(run.logits, store.labels[run.order])
     return OracleReplay(**vars(replace(run, logits=logits, predictions=logits.argmax(1))), chosen=chosen)

@@ -1,4 +1,4 @@
-"""A plan: how an experiment is run, whichever it is, and by which recipe on which dataset."""
+"""A plan: how any experiment is run, and by which recipe on which dataset."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ class Plan:
         return Lab(self.folder, self.encoder, dataset, self.limit, self.shard, self.report)
 
     def conditions(self) -> Record:
-        """What results say of the plan."""
+        """The plan as recorded in results."""
         return {"track": self.track, "protocol": self.protocol, "seeds": list(self.seeds), "limit": self.limit}
 
     def of(self, experiment: Experiment) -> Plan:
-        """The plan with the views that an experiment asks for, unless others were given."""
+        """The plan with the experiment's views, unless others were given."""
         return replace(self, views=self.views or (ViewPlan(experiment.views) if experiment.views else None))
 
     def cells(self, row: Row, dataset: Dataset, found: Recipe | None) -> list[Cell] | str:
@@ -90,7 +90,7 @@ class Plan:
         }.get(kind) or Text(self.templates_of(found), descriptions)
 
     def method(self, name: str, found: Recipe | None, settings: Mapping[str, object] | None = None) -> Method:
-        """A method, written NAME or NAME:PRESET, as the track sets it for a dataset; `settings` have the last word."""
+        """A method, written NAME or NAME:PRESET, as the track sets it for a dataset; `settings` take precedence."""
         name, _, preset = name.partition(":")
         if not preset and self.protocol in registry.method_class(name).presets:
             preset = self.protocol
@@ -112,7 +112,7 @@ class Plan:
         )
 
     def descriptions_of(self, dataset: Dataset) -> Path | None:
-        """The file of descriptions for a dataset: the one given, or the one of its name in the folder given."""
+        """The file of descriptions for a dataset: the one given, or the one with its name in the folder given."""
         if self.descriptions is None or not self.descriptions.is_dir():
             return self.descriptions
         found = recipes.find_recipe(dataset.name)
@@ -135,9 +135,9 @@ class Work(NamedTuple):
     plans: Plans
     columns: Columns
     rows: Sequence[Row]
-    moments: Sequence[int] | None = None  # numbers of images, for what looks at a stream in its course
+    moments: Sequence[int] | None = None  # numbers of images, for experiments that look into the stream
 
 
 def recipe_of(dataset: Dataset) -> Recipe | None:
-    """The recipe of a dataset that goes by a benchmark's name and has as many classes; None for one's own."""
+    """The recipe of a dataset with a benchmark's name and number of classes; None for your own."""
     return recipes.find_recipe(dataset.name, len(dataset.classnames))

@@ -34,14 +34,14 @@ class Held(NamedTuple):
     images: int  # seen so far
     features: Tensor  # (n, D) unit rows
     classes: Tensor  # (n,) whose queue each is in
-    places: Tensor  # (n,) its image's place in the stream
+    positions: Tensor  # (n,) of its image in the stream
 
 
 def run(work: Work) -> Record:
-    """The queues' features at each moment with their places on a map, kept in a file once made.
+    """The queues' features at each moment with their coordinates on a map, cached in a file.
 
-    Moments are numbers of images; the shares of the stream that the paper's figure has, if left out. There is one plan,
-    one dataset and one row.
+    Moments are numbers of images; by default the shares of the stream in the paper's figure. There is one plan, one
+    dataset and one row.
     """
     ((plan,), (dataset,), (row,)) = work.plans.values(), work.columns.values(), work.rows
     if isinstance(plan, str) or isinstance(dataset, str):
@@ -59,20 +59,20 @@ def run(work: Work) -> Record:
         raise InputError(f"Moments {chosen}: give numbers of images from 1 to {images}.")
     path = lab.path(cell).with_name(f"map-{'-'.join(map(str, chosen))}-{lab.path(cell).name}")
     if path.exists():
-        return parse_json(path.read_bytes(), f"{path} (remove it, and it is made again)", kind=dict)
+        return parse_json(path.read_bytes(), f"{path} (remove it to compute it again)", kind=dict)
     store = lab.store(cell.views, cell.seed)
     order = shuffled(len(store), cell.seed)
     task = lab.task(cell.text)
     stream = (chunk.to(task.text.device) for chunk in store.chunks(order.tolist(), size=CHUNK))
     held = watch_queues(task, cell.method, stream, chosen)
-    labels, places = lab.labels_of(store)[order], lab.rows(store)
+    labels, rows = lab.labels_of(store)[order], lab.rows(store)
     coloured = torch.randperm(task.classes, generator=torch.Generator().manual_seed(cell.seed))[:COLOURED]
     result = {
         "bench": work.name,
         "title": work.experiment.title,
         "facts": lab.conditions(cell) | {"text": described(cell.text.conditions())},
         "moments": [_scored(moment, labels) for moment in held],
-        "maps": _placed(held, [places[i] for i in order.tolist()], cell.seed),
+        "maps": _mapped(held, [rows[i] for i in order.tolist()], cell.seed),
         "coloured": coloured.tolist(),
     }
     write_atomic(path, json.dumps(result) + "\n")
@@ -83,16 +83,16 @@ def watch_queues(task: Task, method: Method, stream: Iterable[Tensor], moments: 
     """The queues of DPE after each number of images; every entry is traced to its image."""
     session = Session(task, method)
     tracer = Tracer(session.state.queue)
-    places = tracer.places
+    positions = tracer.places
     wanted, found = set(moments), []
     for chunk in stream:
         for views in chunk:
             session.scan(views[None])
             tracer.follow(session.state.queue, session.count - 1)
             if session.count in wanted:
-                classes, slots = (places >= 0).nonzero(as_tuple=True)
+                classes, slots = (positions >= 0).nonzero(as_tuple=True)
                 features = unit(session.state.queue.keys[classes, slots]).cpu()
-                found.append(Held(session.count, features, classes, places[classes, slots]))
+                found.append(Held(session.count, features, classes, positions[classes, slots]))
             if len(found) == len(wanted):
                 return found
     return found
@@ -115,23 +115,23 @@ def _scored(held: Held, labels: Tensor) -> Record:
         "classes": len(classes),
         "cosine_own": float(cosine[own][several].mean()) if several.any() else None,
         "cosine_other": float(other[several].mean()) if several.any() and len(classes) > 1 else None,
-        "purity": float((labels[held.places] == held.classes).double().mean()),
+        "purity": float((labels[held.positions] == held.classes).double().mean()),
     }
 
 
-def _placed(held: Sequence[Held], rows: Sequence[int], seed: int) -> list[list[Record]]:
-    """Each moment's entries with their place on one map of all moments (t-SNE); `rows` of the dataset, as streamed."""
+def _mapped(held: Sequence[Held], rows: Sequence[int], seed: int) -> list[list[Record]]:
+    """Each moment's entries with their coordinates on one map of all moments (t-SNE); `rows` are in stream order."""
     # an image's feature once, however many moments it stays
-    found = {place: key for moment in held for place, key in zip(moment.places.tolist(), moment.features, strict=True)}
+    found = {i: key for moment in held for i, key in zip(moment.positions.tolist(), moment.features, strict=True)}
     if len(found) < FEWEST:
         raise InputError(
-            f"{count(len(found), 'feature')} on a map: too few to place; look at the queues later: --after 100,1000."
+            f"{count(len(found), 'feature')} on a map: too few; look at the queues later: --after 100,1000."
         )
     flat = dict(zip(found, tsne(torch.stack(list(found.values())), seed), strict=True))
     return [
         [
-            {"class": label, "image": place, "row": rows[place], "x": flat[place][0], "y": flat[place][1]}
-            for label, place in zip(moment.classes.tolist(), moment.places.tolist(), strict=True)
+            {"class": label, "image": image, "row": rows[image], "x": flat[image][0], "y": flat[image][1]}
+            for label, image in zip(moment.classes.tolist(), moment.positions.tolist(), strict=True)
         ]
         for moment in held
     ]
@@ -144,7 +144,7 @@ def sheets(result: Record) -> list[Sheet]:
 
 
 def remarks(result: Record) -> list[str]:
-    """Nothing stands below the table."""
+    """There is no text below the table."""
     return []
 
 
@@ -197,7 +197,7 @@ def section(result: Record, columns: Columns) -> tuple[TablesReport, dict[str, s
         labels=[labels[row] for row in rows],
         names=[str(dataset.paths[row]) for row in rows],
         thumbnails=make_thumbnails({image: dataset.paths[row] for row, image in number.items()}),
-        text="Each class keeps the features of the images that it is surest of. The cosines tell how near a feature is "
-        "to the mean of its own class's queue, and to the nearest of the others.",
+        text="Each class keeps the features of its most confident images. The cosines show how close a feature is to "
+        "the mean of its own class's queue, and to the nearest of the others.",
     )
     return made, {"Text": conditions["text"]}

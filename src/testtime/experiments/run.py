@@ -1,4 +1,4 @@
-"""Running an experiment of the catalogue, and writing down what it gives."""
+"""Running an experiment of the catalogue, and writing its results."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from testtime.files import write_atomic
 from testtime.report.page import Section, html
 from testtime.types import InputError
 
-ASKED = "chooses a setting with the test labels; to see what it gives: --row '{}'"
+ON_REQUEST = "chooses a setting with the test labels; run it with --row '{}'"
 
 
 class Measure(Protocol):
-    """What a module of this room offers that an experiment names as its measure."""
+    """The interface of a module that an experiment names as its measure."""
 
     def run(self, work: Work) -> Record:
         """The result as plain data."""
@@ -33,10 +33,10 @@ class Measure(Protocol):
         """The result as tables of text."""
 
     def remarks(self, result: Record) -> list[str]:
-        """What stands below the tables."""
+        """The text below the tables."""
 
     def section(self, result: Record, columns: Columns) -> tuple[Section, dict[str, str]]:
-        """The result as a section of a page, and what its foot says beside versions, machine and command."""
+        """The result as a section of a page, and what its footer adds to versions, machine and command."""
 
 
 def measure_of(experiment: Experiment) -> Measure:
@@ -52,13 +52,13 @@ def find_experiment(name: str) -> Experiment:
 
 
 def find_columns(experiment: Experiment, data: Path | None) -> dict[str, Dataset | str]:
-    """The datasets of an experiment by name: those that are in `data`, and why the others are not.
+    """The datasets of an experiment by name: those found in `data`, and why the others are missing.
 
-    An experiment without datasets of its own runs on the one given.
+    An experiment without its own datasets runs on the one given.
     """
     if not experiment.datasets:
         if data is None:
-            raise InputError("This experiment runs on a dataset of yours: give its folder, as in bench NAME FOLDER.")
+            raise InputError("This experiment runs on your own dataset: give its folder, as in bench NAME FOLDER.")
         dataset = find_dataset(str(data))
         return {dataset.name: dataset}
     columns: dict[str, Dataset | str] = {}
@@ -81,19 +81,19 @@ def run_experiment(
 ) -> Record:
     """An experiment's result, for each encoder and dataset; either may be a reason why it is missing.
 
-    `keep` names the rows to run; all, if left out, but those that must be asked for. `moments` are for experiments that
-    look at the stream at some moments.
+    `keep` names the rows to run; by default all except those that run only on request. `moments` are for experiments
+    that look into the stream.
     """
     experiment = find_experiment(name)
     plans = {encoder: plan if isinstance(plan, str) else plan.of(experiment) for encoder, plan in plans.items()}
-    return measure_of(experiment).run(Work(name, experiment, plans, columns, kept(experiment, keep), moments))
+    return measure_of(experiment).run(Work(name, experiment, plans, columns, selected(experiment, keep), moments))
 
 
-def kept(experiment: Experiment, keep: Sequence[str] | None) -> list[Row]:
-    """The rows of these names, however they are written; for None all, but of one that is shown the labels only why."""
+def selected(experiment: Experiment, keep: Sequence[str] | None) -> list[Row]:
+    """The rows of these names, ignoring case and spaces; for None all, with oracles marked as not run."""
     known = {row.label.lower().replace(" ", ""): row for row in experiment.rows}
     if keep is None:
-        return [row._replace(invalid=ASKED.format(row.label)) if row.oracle else row for row in experiment.rows]
+        return [row._replace(invalid=ON_REQUEST.format(row.label)) if row.oracle else row for row in experiment.rows]
     wanted = {label.lower().replace(" ", "") for label in keep}
     for label in wanted - known.keys():
         raise registry.unknown("row", label, known)

@@ -1,4 +1,4 @@
-"""Scores: an experiment's rows on every dataset and encoder that is there, published beside measured."""
+"""Scores: an experiment's rows on every available dataset and encoder, published beside measured."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from testtime.experiments.cells import costs, run_cells
 from testtime.experiments.lab import NOT_RUN, Cell, Lab, Record
 from testtime.experiments.plan import Plan, Plans, Work, recipe_of
 from testtime.experiments.recipes import Recipe
-from testtime.experiments.tables import remarks as remarks  # with the next two, how a measure is shown
+from testtime.experiments.tables import remarks as remarks  # these three show the measure
 from testtime.experiments.tables import section as section
 from testtime.experiments.tables import sheets as sheets
 from testtime.types import InputError
@@ -25,7 +25,7 @@ def run(work: Work) -> Record:
     """A record for each row, encoder and dataset."""
     experiment, plans, columns = work.experiment, work.plans, work.columns
     if work.moments is not None:
-        raise InputError(f"'{work.name}' looks at whole streams, and at no moments in them; leave out --after.")
+        raise InputError(f"'{work.name}' only looks at whole streams; leave out --after.")
     return {
         "bench": work.name,
         "title": experiment.title,
@@ -41,10 +41,10 @@ def run(work: Work) -> Record:
 def evaluate(plan: Plan, datasets: Sequence[Dataset], methods: Sequence[str]) -> Record:
     """Every method on every dataset: one row each, with the mean over seeds and the sample deviation.
 
-    Text prototypes are the same for all methods: templates, and descriptions where there are some, or learned prompts.
+    Text prototypes are the same for all methods: templates, and descriptions if there are any, or learned prompts.
     """
     if not methods or not datasets:
-        raise InputError("Nothing to evaluate: give one method and one dataset, or more.")
+        raise InputError("Nothing to evaluate: give at least one method and one dataset.")
     experiment = evaluation(methods)
     found = _rows(experiment, {plan.encoder.name: plan}, [(each.name, each) for each in datasets], experiment.rows)
     own = {NOT_RUN, "accuracy", "spread", "accuracies", "macro_f1", "calibration_error", *KEPT}
@@ -76,7 +76,7 @@ def summary(results: Sequence[Record], seeds: Sequence[int]) -> Record:
 def _rows(
     experiment: Experiment, plans: Plans, columns: Iterable[tuple[str, Dataset | str]], rows: Sequence[Row]
 ) -> Iterable[Record]:
-    """One record for each encoder, dataset and row, in this order; mistakes show before any work."""
+    """One record for each encoder, dataset and row, in this order; errors are raised before any work."""
     work = [
         (encoder, column, *_prepared(plan, dataset, column, rows))
         for encoder, plan in plans.items()
@@ -119,7 +119,7 @@ def _results(experiment: Experiment, lab: Lab | None, wanted: Sequence[list[Cell
 
 
 def _published(experiment: Experiment, row: Row, encoder: str, entry: Recipe | None, result: Record) -> Record:
-    """The paper's number for a row, and what it holds for: the same dataset and backbone, or its own."""
+    """The paper's number for a row, and what it applies to: the same dataset and backbone, or its own."""
     if not experiment.table:
         return {"published": None, "published_for": ""}
     table = recipes.published()[experiment.table]

@@ -34,7 +34,7 @@ def sheets(result: Record) -> list[Sheet]:
 
 
 def markdown(title: str, found: Sequence[Sheet], below: Sequence[str]) -> str:
-    """Tables as a page of Markdown: a title, the tables, and what stands below."""
+    """Tables as a page of Markdown: a title, the tables, and the text below."""
     lines = [f"# {title}", ""]
     for sheet in found:
         lines += [sheet.title, "", *table_lines(sheet), ""]
@@ -43,7 +43,7 @@ def markdown(title: str, found: Sequence[Sheet], below: Sequence[str]) -> str:
 
 def table_lines(sheet: Sheet, left: int = 1) -> list[str]:
     """A table in Markdown, its first columns aligned to the left."""
-    aligned = ["---" if place < left else "---:" for place in range(len(sheet.header))]
+    aligned = ["---" if column < left else "---:" for column in range(len(sheet.header))]
     return [_line(sheet.header), _line(aligned), *map(_line, sheet.rows)]
 
 
@@ -71,7 +71,7 @@ def evaluation_markdown(result: Record) -> str:
 
 
 def remarks(result: Record) -> list[str]:
-    """What stands below the tables: text prototypes, rows that were not run, notes."""
+    """The text below the tables: text prototypes, rows that were not run, notes."""
     lines = _texts(result["rows"], "column")
     if "table" in result and result["table"]:
         lines.append(f"Published: {result['table']} of the paper, accuracy in percent.")
@@ -91,7 +91,7 @@ def _texts(rows: Sequence[Record], dataset: str) -> list[str]:
 
 
 def section(result: Record, columns: object = None) -> tuple[TablesReport, dict[str, str]]:
-    """The tables and figures for the page, and nothing more to say about them."""
+    """The tables and figures for the page, and no footer entries of their own."""
     parts, conditions = report_parts(result), result["facts"]
     made = TablesReport(
         result["title"],
@@ -125,7 +125,7 @@ def report_parts(result: Record) -> dict[str, list[Record]]:
 
 
 def _grid(title: str, axes: Sequence[str], rows: Sequence[Record]) -> Record:
-    ys, xs = (sorted({row["at"][place] for row in rows}) for place in (0, 1))
+    ys, xs = (sorted({row["at"][axis] for row in rows}) for axis in (0, 1))
     values = {tuple(row["at"]): row.get("accuracy") for row in rows}
     return {
         "title": title,
@@ -179,7 +179,7 @@ def _by_axes(result: Record, encoder: str, rows: Sequence[Record]) -> Sheet:
 
 
 def _by_dataset(result: Record, encoder: str, rows: Sequence[Record]) -> Sheet:
-    """Measured, and in brackets published; means only where every dataset of them was run."""
+    """Measured, with published in brackets; a mean only if all its datasets were run."""
     columns = list(result["columns"])
     table = published()[result["table"]]
     means = [column for column in table.columns if column in MEANS]
@@ -205,7 +205,7 @@ def _mean(table: Published, rows: Sequence[Record], label: str, average: str) ->
 
 
 def duration(seconds: float) -> str:
-    """Seconds as a person says them.
+    """Seconds in hours and minutes, rounded.
 
     >>> duration(6600), duration(540), duration(3)
     ('1 h 50 min', '9 min', '3 s')
@@ -222,7 +222,7 @@ def _all_time(row: Record) -> str:
     return "" if encoding is None else duration(row["images"] * (row["milliseconds"] + encoding) / 1000)
 
 
-# what an experiment may show of a run's costs, by the column's head
+# what an experiment may show of a run's costs, by column header
 COSTS: dict[str, Callable[[Record], str]] = {
     "ms per image": lambda row: f"{row['milliseconds']:.2f}",
     "ms encoding": lambda row: _shown(row["encoding_milliseconds"]),

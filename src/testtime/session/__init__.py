@@ -1,3 +1,3 @@
-"""The loop: a stream of images through one method, kept and gone on with."""
+"""The loop: a stream of images through one method, saved and resumed."""
 
 from testtime.session.session import Session as Session

@@ -1,4 +1,4 @@
-"""Orders of a stream."""
+"""The order of a stream."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from testtime.types import InputError
 
 
 def shuffled(count: int, seed: int) -> Tensor:
-    """The places 0 to count - 1 in an order that depends on the seed alone: (count,)."""
+    """The indices 0 to count - 1 in an order that depends on the seed alone: (count,)."""
     if not 0 <= seed < 2**64:
-        raise InputError(f"Seed {seed}: it must be from 0 to 2**64 - 1.")
+        raise InputError(f"Seed {seed}: must be from 0 to 2**64 - 1.")
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed))

@@ -1,4 +1,4 @@
-"""Replaying a feature store: a method over stored features, scored where there are labels."""
+"""Replaying a feature store: a method over stored features, scored if there are labels."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64}
 class Replay:
     """One method's run over a store."""
 
-    logits: Tensor  # (N, C), or (0, C) where they were not to be kept
+    logits: Tensor  # (N, C), or (0, C) if they are not kept
     predictions: Tensor  # (N,) classes
     zero_shot: Tensor  # (N,) predictions of the frozen classifier
     labels: Tensor | None  # (N,), in the order of the run
     order: Tensor  # (N,) rows of the store, in the order of the run
     seconds: float  # spent in the method
-    loading: float  # seconds before the first image: what is loaded, compiled and captured once
+    loading: float  # seconds of warm-up before the first image: loading, compiling, graph capture
     session: Session
 
     def summary(self) -> dict[str, Any]:
@@ -62,10 +62,10 @@ def replay(
     keep_logits: bool = True,
     progress: Callable[[int], None] | None = None,
 ) -> Replay:
-    """Run a method over a store, in stored order or shuffled by `seed`; `progress` hears images done.
+    """Run a method over a store, in stored order or shuffled by `seed`; `progress` receives the images done.
 
-    `reference` runs the method's own steps, also where there is something faster. The store is read a chunk at a time;
-    what grows with it are predictions, labels and, unless `keep_logits` is off, the logits, which take the most.
+    `reference` runs the method's own steps, even if there is a faster stepper. The store is read in chunks; only
+    predictions, labels and, unless `keep_logits` is off, the logits (by far the largest) grow with it.
     """
     if dtype not in DTYPES:
         raise registry.unknown("dtype", dtype, DTYPES)
@@ -76,21 +76,21 @@ def replay(
     task = store.task(DTYPES[dtype], device, getattr(method, "needs_tower", False))
     session = Session(task, method, reference=reference)
     order = (shuffled(len(store), seed) if shuffle else torch.arange(len(store)))[:limit]
-    beside = Session(task, "zeroshot", reference=reference)
-    loading = session.warm_up(store.views) + beside.warm_up(store.views)
+    baseline = Session(task, "zeroshot", reference=reference)
+    loading = session.warm_up(store.views) + baseline.warm_up(store.views)
     predictions, frozen = torch.empty_like(order), torch.empty_like(order)
     logits, done, seconds = torch.empty(0), 0, 0.0
     for chunk in store.chunks(order, dtype=DTYPES[dtype]):
-        chunk, here = chunk.to(device), slice(done, done + len(chunk))
+        chunk, rows = chunk.to(device), slice(done, done + len(chunk))
         start = time.perf_counter()
         scores = session.scan(chunk).cpu()
         seconds += time.perf_counter() - start
-        if not done:  # one piece from the start: to join many at the end would take twice the room
+        if not done:  # allocated once: joining chunks at the end would need twice the memory
             logits = scores.new_empty(len(order) if keep_logits else 0, scores.shape[1])
         if keep_logits:
-            logits[here] = scores
-        predictions[here] = scores.argmax(1)
-        frozen[here] = beside.scan(chunk[:, :1]).argmax(1).cpu()
+            logits[rows] = scores
+        predictions[rows] = scores.argmax(1)
+        frozen[rows] = baseline.scan(chunk[:, :1]).argmax(1).cpu()
         done = session.count
         if progress:
             progress(done)
@@ -99,6 +99,6 @@ def replay(
 
 
 def recorded_settings(store: Features, method: str) -> dict[str, object]:
-    """The settings that a trace's metadata gives under `hp.`, those that the method has."""
+    """The method's settings that a trace's metadata records under `hp.`."""
     names = [entry.name for entry in fields(registry.method_class(method))]
     return {name: store.metadata[f"hp.{name}"] for name in names if f"hp.{name}" in store.metadata}

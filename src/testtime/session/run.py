@@ -1,4 +1,4 @@
-"""What watches the run of a stream of image files: a tally, and rows and states, so that nothing done is lost."""
+"""Observers of a run over image files: a tally, and a journal of rows and states, so that no finished work is lost."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from testtime.session.session import Seen, Session
 from testtime.types import InputError, Prediction, StateError, StoredImage
 
 COLUMNS = ("index", "image", "label", "confidence", "entropy", "zero_shot", "zero_shot_confidence", "learned")
-JOURNAL = "run"  # of a saved state's metadata: what it has met, and which rows are its own
-AUTOSAVE = 200  # images between two saves of the state, so that a crash costs at most these
-FORMULAS = ("=", "+", "-", "@", "\t", "\r")  # a cell that begins so is one to a spreadsheet, which computes it
+JOURNAL = "run"  # metadata key of a saved state: which images it has seen, and which rows belong to it
+AUTOSAVE = 200  # images between two saves of the state: the most that a crash can lose
+FORMULAS = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet evaluates a cell that starts with one of these
 
 Row: TypeAlias = dict[str, str | float]
 
@@ -45,14 +45,14 @@ def row(index: int, image: object, prediction: Prediction) -> Row:
 
 
 class Tally:
-    """An observer that counts: how a run is going, against the labels of the images to come, None where not known.
+    """An observer that counts: how a run is going, scored against the images' labels, None where unknown.
 
-    `start` is the place in the input of the first of these.
+    `start` is the input index of the first label.
     """
 
     def __init__(self, labels: Sequence[int | None], start: int = 0) -> None:
         self._labels, self._start = labels, start
-        self.images = self.learned = self.changed = self.skipped = 0  # changed: answers other than the zero-shot one
+        self.images = self.learned = self.changed = self.skipped = 0  # changed: answers that differ from zero-shot
         self.accuracy, self.zero_shot_accuracy = Accuracy(), Accuracy()
 
     def __call__(self, seen: Seen) -> None:
@@ -69,7 +69,7 @@ class Tally:
             self.zero_shot_accuracy.update(torch.tensor([prediction.zero_shot_index]), truth)
 
     def summary(self) -> dict[str, float | None]:
-        """The tally as plain data; accuracies are fractions, None where no image's class is known."""
+        """The tally as plain data; accuracies are fractions, None if no image has a label."""
         labelled = self.accuracy.images
         return {
             "images": self.images,
@@ -85,7 +85,7 @@ class Tally:
 class Rows:
     """Rows as CSV or JSON lines, each flushed as it is written, so that an interrupt loses none.
 
-    `before` is what the file holds already; with it, no header is written.
+    `before` is the file's existing content; if there is any, no header is written.
     """
 
     def __init__(self, out: TextIO, style: str, before: bytes = b"") -> None:
@@ -97,13 +97,15 @@ class Rows:
     def write(self, values: Row) -> None:
         """Write one row."""
         if self.style == "csv":
-            cells = values | {name: _harmless(name, str(values[name])) for name in ("image", "label", "zero_shot")}
+            cells = values | {
+                name: _escape_formula(name, str(values[name])) for name in ("image", "label", "zero_shot")
+            }
             self._write(_csv_line([cells[name] for name in COLUMNS]))
         else:
             self._write(json.dumps(values, ensure_ascii=False) + "\n")
 
     def synced(self) -> list[int | str]:
-        """How many bytes there are and their digest, once they would survive a power cut."""
+        """The number of bytes written and their digest, synced to disk so that they survive a power cut."""
         os.fsync(self.out.fileno())
         files.sync_folder(Path(self.out.name).parent)
         return [self.size, self._digest.hexdigest()]
@@ -122,52 +124,52 @@ def _csv_line(values: Iterable[object]) -> str:
     return text.getvalue()
 
 
-def _harmless(name: str, text: str) -> str:
-    """A cell that no spreadsheet takes for a formula; a path stays one."""
+def _escape_formula(name: str, text: str) -> str:
+    """A cell that no spreadsheet takes for a formula; a path stays a valid path."""
     return ("./" if name == "image" else "'") + text if text.startswith(FORMULAS) else text
 
 
-# A run that goes on
+# Resuming a run
 
 
-class Before(NamedTuple):
-    """What is there of an earlier run."""
+class EarlierRun(NamedTuple):
+    """How far an earlier run got."""
 
-    rows: bytes  # its own
-    left: list[int]  # which of the images are still to come
-    begun: int  # the index of the input's first image
-    met: hashlib._Hash  # the digest of the names so far
+    rows: bytes  # those that its state covers
+    remaining: list[int]  # indices of the images still to do
+    start: int  # the index of the input's first image
+    names: hashlib._Hash  # the digest of the image names so far
 
 
 class Journal:
-    """An observer that writes a row for every answer, and states that say which images and which rows are theirs.
+    """An observer that writes a row for every answer, and saves states that record the images and rows they cover.
 
-    A state is first saved when there are no rows yet, and each time after the rows that it knows of. So the rows of a
-    run that is killed reach at least as far as its state: those beyond are cut off, and their images come again.
+    A state is first saved before there are any rows, and each time after the rows that it covers. So the rows of a
+    killed run reach at least as far as its state: those beyond are cut off, and their images run again.
     """
 
     def __init__(
-        self, session: Session, write: Callable[[Row], None], before: Before, save: Path | None, rows: Rows | None
+        self, session: Session, write: Callable[[Row], None], before: EarlierRun, save: Path | None, rows: Rows | None
     ) -> None:
-        """`rows` are what `write` writes to a file; None where they go to a terminal or a pipe."""
+        """`rows` is the file that `write` writes to; None for a terminal or a pipe."""
         self.session, self.write, self.save, self.rows = session, write, save, rows
-        self._begun, self._met = before.begun, before.met
+        self._start, self._names = before.start, before.names
         self._position = session.position  # of the next image
 
     def __call__(self, seen: Seen) -> None:
-        """Write what became of an image."""
+        """Write the row of one image."""
         if seen.index >= self.session.position:
-            return  # it ends the run, and comes again in the next
+            return  # this image ends the run, and is run again when resumed
         if seen.prediction is not None:
             self.write(row(seen.index, seen.source, seen.prediction))
         self._position += 1
-        self._met.update(_known(seen.source))
+        self._names.update(_image_key(seen.source))
         if seen.prediction is not None and self.session.count % AUTOSAVE == 0:
             self._save()
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Save the state at the start of the block and at its end, however it ends; every `AUTOSAVE` images besides."""
+    def saving(self) -> Iterator[None]:
+        """Save the state at the start and the end of the block, even on an error, and every `AUTOSAVE` images."""
         self._save()
         try:
             yield
@@ -175,54 +177,56 @@ class Journal:
             self._save()
 
     def _save(self) -> None:
-        """Save the state, unless it is ahead of the rows: then the one before, with fewer rows, is right."""
+        """Save the state, unless it is ahead of the rows: then the previous state, with fewer rows, is right."""
         if self.save and (self.rows is None or self.session.position == self._position):
-            place = self.rows.synced() if self.rows else None
-            told = {"begun": self._begun, "input": self._met.hexdigest(), "rows": place}
+            written = self.rows.synced() if self.rows else None
+            record = {"begun": self._start, "input": self._names.hexdigest(), "rows": written}
             with deferred_interrupts():
-                self.session.save(self.save, {JOURNAL: json.dumps(told)})
+                self.session.save(self.save, {JOURNAL: json.dumps(record)})
 
 
-def _known(image: object) -> bytes:
-    """An image's name, wherever it is asked for from."""
+def _image_key(image: object) -> bytes:
+    """An image's absolute name, the same from any working directory."""
     return os.path.abspath(str(image)).encode("utf-8", UNENCODABLE) + b"\0"
 
 
-def nothing_before(paths: Sequence[StoredImage], position: int) -> Before:
-    """What there is before a run that begins here: no rows, and all images are still to come."""
-    return Before(b"", list(range(len(paths))), position, hashlib.sha256())
+def no_earlier_run(paths: Sequence[StoredImage], position: int) -> EarlierRun:
+    """A run that starts here: no rows yet, and all images still to do."""
+    return EarlierRun(b"", list(range(len(paths))), position, hashlib.sha256())
 
 
-def earlier(state: Path, out: Path, style: str, paths: Sequence[StoredImage], position: int) -> Before:
-    """What a state and its rows say of a run over these images; rows beyond the state are cut off.
+def read_earlier_run(state: Path, out: Path, style: str, paths: Sequence[StoredImage], position: int) -> EarlierRun:
+    """How far a run over these images got, from its state and rows; rows beyond the state are cut off.
 
-    An input that begins as the earlier one did goes on after it. Of another, images that have a row are left out.
+    If the input starts like the earlier one, the run resumes after it. Otherwise images that have a row are left out.
     """
-    told = files.parse_json((files.open_tensors(state, StateError).metadata() or {}).get(JOURNAL, "{}"), state)
-    begun, met, place = (told.get(key) if isinstance(told, dict) else None for key in ("begun", "input", "rows"))
+    record = files.parse_json((files.open_tensors(state, StateError).metadata() or {}).get(JOURNAL, "{}"), state)
+    start, names, written = (
+        record.get(key) if isinstance(record, dict) else None for key in ("begun", "input", "rows")
+    )
     rows = out.read_bytes()
-    if not (isinstance(place, list) and place and isinstance(place[0], int) and place[0] >= 0):
-        raise InputError(f"{state} does not say which rows are its own, so {out} cannot be gone on with; give another.")
-    rows = rows[: place[0]]
-    if [len(rows), hashlib.sha256(rows).hexdigest()] != place:
-        raise InputError(f"{out} does not begin with the rows of the run that {state} is from; give another --out.")
+    if not (isinstance(written, list) and written and isinstance(written[0], int) and written[0] >= 0):
+        raise InputError(f"{state} does not record which rows belong to it, so {out} cannot be resumed; use another.")
+    rows = rows[: written[0]]
+    if [len(rows), hashlib.sha256(rows).hexdigest()] != written:
+        raise InputError(f"{out} does not start with the rows of the run that saved {state}; use another --out.")
     if os.path.getsize(out) > len(rows):
         os.truncate(out, len(rows))
-    done = position - begun if isinstance(begun, int) and 0 <= begun <= position else 0
-    digest = hashlib.sha256(b"".join(map(_known, paths[:done])))
-    if done <= len(paths) and digest.hexdigest() == met:
-        return Before(rows, list(range(done, len(paths))), position - done, digest)
-    named, left = Counter(_named(rows, style, out)), []
-    for number, path in enumerate(paths):
-        if named[name := _known(path)]:
-            named[name] -= 1
+    done = position - start if isinstance(start, int) and 0 <= start <= position else 0
+    digest = hashlib.sha256(b"".join(map(_image_key, paths[:done])))
+    if done <= len(paths) and digest.hexdigest() == names:
+        return EarlierRun(rows, list(range(done, len(paths))), position - done, digest)
+    answered, remaining = Counter(_images_in(rows, style, out)), []
+    for index, path in enumerate(paths):
+        if answered[key := _image_key(path)]:
+            answered[key] -= 1
         else:
-            left.append(number)
-    return nothing_before(paths, position)._replace(rows=rows, left=left)
+            remaining.append(index)
+    return no_earlier_run(paths, position)._replace(rows=rows, remaining=remaining)
 
 
-def _named(rows: bytes, style: str, out: Path) -> Iterator[bytes]:
-    """The images of rows, as `_known` writes them."""
+def _images_in(rows: bytes, style: str, out: Path) -> Iterator[bytes]:
+    """The images that rows are about, as `_image_key` writes them."""
     text = rows.decode("utf-8", "replace")
     try:
         if style == "csv":
@@ -230,5 +234,5 @@ def _named(rows: bytes, style: str, out: Path) -> Iterator[bytes]:
         else:
             found = [str(files.parse_json(line, out)["image"]) for line in text.split("\n") if line]
     except (csv.Error, KeyError, TypeError):
-        raise InputError(f"{out} is not the {style} output of an earlier run; give another --out.") from None
-    return map(_known, found)
+        raise InputError(f"{out} is not the {style} output of an earlier run; use another --out.") from None
+    return map(_image_key, found)

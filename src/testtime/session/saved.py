@@ -1,4 +1,4 @@
-"""A session in a file: everything needed to go on bit for bit. What is read is checked, down to the last tensor."""
+"""Saved sessions: everything needed to resume bit for bit. Whatever is read is checked, down to the last tensor."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from torch import Tensor
 
 from testtime import files, registry
 from testtime.steppers import aligned
-from testtime.types import MOST_VIEWS, Encoder, FeatureError, SettingError, StateError, Task, Variations, ViewPlan
+from testtime.types import MAX_VIEWS, Encoder, FeatureError, SettingError, StateError, Task, Variations, ViewPlan
 
 if TYPE_CHECKING:
     from testtime.session.session import Session
 
 FORMAT = "testtime.session"
 VERSION = "1"
-COUNTS = 2**53  # what is counted is less; up to there a float is exact too
+COUNT_LIMIT = 2**53  # counts are below it; up to here a float is exact too
 
 T = TypeVar("T")
 
 
 def write(path: str | Path, session: Session, infinite: Collection[str], extra: dict[str, str]) -> Path:
-    """Write a session, atomically; a state that cannot be gone on from is refused, and the file left as it was.
+    """Write a session atomically; a state that cannot be resumed is refused, and the file left as it was.
 
     `infinite` names the tensors that may hold infinity.
     """
@@ -45,20 +45,20 @@ def write(path: str | Path, session: Session, infinite: Collection[str], extra: 
         "count": str(session.count),
         "position": str(session.position),
     } | plan.metadata()
-    state = dict(_named("state", session.state))
+    state = dict(_named_tensors("state", session.state))
     for name, tensor in state.items():
-        if wrong := _wrong(tensor, name in infinite):
-            raise StateError(f"'{name}' {wrong}, so the state cannot be used; it was not written to {path}.")
+        if problem := _invalid_values(tensor, name in infinite):
+            raise StateError(f"'{name}' {problem}, so the state cannot be used; it was not written to {path}.")
     return files.write_tensors(path, {"task.text": task.text} | state, extra | metadata)
 
 
 def infinite_parts(state: Any) -> set[str]:
-    """The names of a state's tensors that hold infinity. Of one that begins, these are the ones that ever may."""
-    return {name for name, part in _named("state", state) if part.isinf().any()}
+    """The names of a state's tensors that hold infinity. In an initial state, these are the only ones that ever may."""
+    return {name for name, part in _named_tensors("state", state) if part.isinf().any()}
 
 
 class Saved:
-    """A saved session, its metadata read; what is missing or damaged is named."""
+    """A saved session and its metadata; errors name what is missing or damaged."""
 
     def __init__(self, path: str | Path, device: torch.device | str) -> None:
         self.path, self._device = path, device
@@ -69,16 +69,16 @@ class Saved:
         if (version := self._metadata.get("version")) != VERSION:
             raise StateError(
                 f"{path} has format version {version}, this program reads {VERSION}. "
-                "Use the version of testtime that wrote it, or start the session anew."
+                "Use the version of testtime that wrote it, or start a new session."
             )
-        name, settings = self._fact("method", str), self._fact("settings", _json(dict))
-        classnames, encoder = self._fact("classnames", _names), self._fact("encoder", str)
-        scale = self._fact("scale", float)
-        views, augmix = self._fact("views", _whole(1, MOST_VIEWS + 1)), self._fact("augmix", _json(bool))
-        self.plan = ViewPlan(views, augmix, self._fact("seed", _whole(0, 2**64)))
-        self.count = self._fact("count", _whole(0, COUNTS))
-        self._metadata.setdefault("position", str(self.count))  # files of before there was one have no gaps
-        self.position = self._fact("position", _whole(0, COUNTS))
+        name, settings = self._entry("method", str), self._entry("settings", _json(dict))
+        classnames, encoder = self._entry("classnames", _names), self._entry("encoder", str)
+        scale = self._entry("scale", float)
+        views, augmix = self._entry("views", _integer(1, MAX_VIEWS + 1)), self._entry("augmix", _json(bool))
+        self.plan = ViewPlan(views, augmix, self._entry("seed", _integer(0, 2**64)))
+        self.count = self._entry("count", _integer(0, COUNT_LIMIT))
+        self._metadata.setdefault("position", str(self.count))  # older files lack it, and have no gaps
+        self.position = self._entry("position", _integer(0, COUNT_LIMIT))
         if "task.text" not in self._file.keys():
             raise StateError(f"{path} lacks 'task.text'; it is damaged.")
         text = aligned(self._file.get_tensor("task.text").to(device))
@@ -88,8 +88,8 @@ class Saved:
         except (FeatureError, SettingError, OverflowError) as error:
             raise StateError(f"{path} is damaged: {error}") from None
 
-    def _fact(self, key: str, read: Callable[[str], T]) -> T:
-        """An entry of the metadata, read."""
+    def _entry(self, key: str, read: Callable[[str], T]) -> T:
+        """A parsed entry of the metadata."""
         try:
             return read(self._metadata[key])
         except (ValueError, TypeError, KeyError, StateError):
@@ -98,7 +98,7 @@ class Saved:
             raise StateError(f"{self.path} is damaged: its metadata '{key}' is {shown!r}.") from None
 
     def fit(self, task: Task | None, encoder: Encoder | None, variations: Variations | None) -> Task:
-        """The task to go on with; a task, an encoder or variations other than it was made with are refused."""
+        """The task to resume with; a task, an encoder or variations other than the original are refused."""
         if encoder is not None and encoder.name != self.task.encoder:
             raise StateError(f"{self.path} was made with encoder '{self.task.encoder}', not '{encoder.name}'.")
         if task is not None:
@@ -106,15 +106,15 @@ class Saved:
         now = replace(self.plan, variations=variations).metadata().get("variations")
         before = self._metadata.get("variations")
         if encoder is not None and before != now:
-            raise StateError(f"{self.path} was made with variations {before}, not {now}; give the same.")
+            raise StateError(f"{self.path} was made with variations {before}, not {now}; use the same.")
         return self.task if task is None else replace(self.task, context=task.context)
 
     def _check_task(self, given: Task) -> None:
-        """Refuse a task other than the one in the file, saying what differs first."""
+        """Refuse a task other than the one in the file, naming the first difference."""
         path, saved = self.path, self.task
         if saved.classnames != given.classnames:
             pairs = zip(saved.classnames, given.classnames, strict=False)
-            first = next((f"'{a}' there, '{b}' here" for a, b in pairs if a != b), "one list is longer")
+            first = next((f"'{a}' saved, '{b}' given" for a, b in pairs if a != b), "one list is longer")
             raise StateError(
                 f"{path} holds {saved.classes} classes, this task has {given.classes}, and they differ ({first}). "
                 "Give the same class list in the same order, or start without the file."
@@ -125,18 +125,22 @@ class Saved:
             raise StateError(f"{path} was made with encoder '{saved.encoder}', this task with '{given.encoder}'.")
         here = given.text.to(saved.text).cpu()
         if saved.scale != given.scale or not torch.allclose(saved.text.cpu(), here, atol=1e-4):
-            raise StateError(f"{path} was made with other text prototypes or another logit scale: same prompts needed.")
+            raise StateError(
+                f"{path} was made with other text prototypes or another logit scale; use the same prompts."
+            )
 
     def state(self, fresh: Any) -> Any:
-        """The state in the file, of the shape of `fresh`, which is the one before the first image."""
+        """The state in the file, shaped like `fresh`, the state before the first image."""
         state, infinite = self._filled("state", fresh), infinite_parts(fresh)
-        for name, tensor in _named("state", state):
-            if wrong := _wrong(tensor, name in infinite):
-                raise StateError(f"{self.path} is damaged: '{name}' {wrong}. Go on from another state, or start anew.")
+        for name, tensor in _named_tensors("state", state):
+            if problem := _invalid_values(tensor, name in infinite):
+                raise StateError(
+                    f"{self.path} is damaged: '{name}' {problem}. Resume from another state, or start again."
+                )
         return state
 
     def _filled(self, name: str, fresh: Any) -> Any:
-        """A state, or part of one, of the shape of `fresh` with the tensors of the file."""
+        """A state, or part of one, shaped like `fresh`, with the tensors of the file."""
         if not isinstance(fresh, Tensor):
             return type(fresh)(*(self._filled(f"{name}.{field}", part) for field, part in fresh._asdict().items()))
         if name not in self._file.keys():
@@ -154,9 +158,9 @@ def _json(kind: type[T]) -> Callable[[str], T]:
     return lambda text: files.parse_json(text, "it", StateError, kind)
 
 
-def _whole(least: int, end: int) -> Callable[[str], int]:
+def _integer(start: int, end: int) -> Callable[[str], int]:
     def read(text: str) -> int:
-        if not least <= (number := int(text)) < end:
+        if not start <= (number := int(text)) < end:
             raise ValueError
         return number
 
@@ -170,19 +174,19 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _named(prefix: str, state: Any) -> Iterator[tuple[str, Tensor]]:
+def _named_tensors(prefix: str, state: Any) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a state under dotted names."""
     if isinstance(state, Tensor):
         yield prefix, state
         return
     for field, part in state._asdict().items():
-        yield from _named(f"{prefix}.{field}", part)
+        yield from _named_tensors(f"{prefix}.{field}", part)
 
 
-def _wrong(tensor: Tensor, infinite: bool) -> str:
-    """What no method leaves in a tensor of its state; infinity is right only where the state begins with some."""
+def _invalid_values(tensor: Tensor, infinite: bool) -> str:
+    """What is wrong with a tensor of a state, if anything; infinity is valid only where the initial state has some."""
     if not tensor.is_floating_point():
-        return "" if ((tensor >= 0) & (tensor < COUNTS)).all() else "holds what is no count"
+        return "" if ((tensor >= 0) & (tensor < COUNT_LIMIT)).all() else "holds values that are not counts"
     if tensor.isfinite().all():
         return ""
     if tensor.isnan().any():

@@ -46,13 +46,13 @@ S = TypeVar("S", bound="Source")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Seen:
-    """One image that a session has met, and what it answered; what it learned is in the state by now."""
+    """One image that a session has seen, and its answer; the state already includes what was learned."""
 
-    index: int  # the image's place in the input
+    index: int  # the image's position in the input
     source: Source  # as it was given
     views: Tensor | None  # (V, D) unit rows
     prediction: Prediction | None  # which says whether the image was learned from
-    error: InputError | None  # why there is neither views nor a prediction
+    error: InputError | None  # why there are no views and no prediction
 
 
 Observer: TypeAlias = Callable[[Seen], object]
@@ -63,22 +63,22 @@ class Session:
 
     `step` predicts, then adapts; `predict` only predicts. Both take an image (a Pillow image or a path, with an
     encoder) or features: (D,) for one view, (V, D) for several, row 0 the image itself. `variations` of an image
-    (`testtime.images.diffusion`) follow its views, as many as there are crops. The fastest stepper that understands the
+    (`testtime.images.diffusion`) follow its views, as many as there are crops. The fastest stepper that supports the
     method does the work (`testtime.steppers`), unless `reference` asks for the method's own steps.
 
-    `count` images have been answered. `position` is the index of the next one in the input, which counts those that
-    could not be read too; an image's views are drawn by it.
+    `count` is the number of images answered. `position` is the index of the next image in the input, which also counts
+    those that could not be read; an image's views are seeded by it.
 
-    Threads may share a session: calls take turns, and each meets the state whole. An answer that is not finite is an
-    InputError, and is not counted; where the image was learned from, the session then does and saves nothing more,
+    Threads may share a session: calls are serialised, and each sees a consistent state. An answer that is not finite
+    raises an InputError and is not counted; if the image was learned from, the session then refuses to run or save
     until it is reset.
 
-    Each of `observers` is called with what was `Seen` of every image of `step` and `run`: after it is answered, or when
-    it cannot be used. That moves `position` where `run` passes the image over, and not where the error is raised.
-    Observers are called in the image's turn with interrupts held back, so they meet the state whole, and should be
-    quick. What one raises comes out once all have been called, and leaves the session as it is after that image.
-    `predict` and `scan` tell nobody: the one leaves no trace, the other has no answer for each image. Observers are not
-    saved, and stay behind when a session is copied.
+    Each of `observers` is called with a `Seen` for every image of `step` and `run`: after it is answered, or when it
+    cannot be used. Such an image moves `position` if `run` skips it, but not if the error is raised. Observers are
+    called under the session's lock with interrupts deferred, so they see a consistent state, and should be quick. If
+    one raises, the error is raised after all have been called, and the session stays as it is after that image.
+    `predict` and `scan` notify no observers: the first leaves no trace, the second has no answer for each image.
+    Observers are not saved, and not copied with a session.
 
     >>> import testtime as tt
     >>> task, stream, labels = tt.toy()
@@ -106,9 +106,9 @@ class Session:
         if isinstance(method, str):
             method = registry.make_method(method, preset, settings)
         elif settings or preset:
-            raise InputError("Settings and presets go with a method's name; a ready-made method has its own.")
+            raise InputError("Settings and presets need a method's name; a ready-made method has its own.")
         if encoder is not None and encoder.dim != task.dim:
-            raise InputError(f"Encoder {encoder.name} gives {encoder.dim} features, the task has {task.dim}.")
+            raise InputError(f"Encoder {encoder.name} has feature size {encoder.dim}, the task has {task.dim}.")
         method.check(task)
         self.task = aligned_task(task)
         self.method = method
@@ -116,8 +116,8 @@ class Session:
         self.plan = ViewPlan(views, augmix, seed, variations)
         self.reference = reference
         self.observers = list(observers)
-        self._turn = threading.RLock()
-        self._unusable = ""  # why the state is not to be used
+        self._lock = threading.RLock()
+        self._unusable = ""  # why the state must not be used
         self.reset()
 
     def __repr__(self) -> str:
@@ -125,7 +125,7 @@ class Session:
 
     def reset(self) -> None:
         """Forget the stream: back to before the first image."""
-        with self._turn:
+        with self._lock:
             self.state = initial_state(self.method, self.task)
             self._infinite = saved.infinite_parts(self._state)
             self.count = self.position = 0
@@ -133,29 +133,29 @@ class Session:
     @property
     def state(self) -> Any:
         """What has been learned so far, as the method's own `step` takes and returns it."""
-        with self._turn:
+        with self._lock:
             return self._state if self._stepper is None else self._stepper.snapshot()[0]
 
     @state.setter
     def state(self, state: Any) -> None:
-        with self._turn:
+        with self._lock:
             self._state, self._unusable = state, ""
-            self._stepper: Stepper | None = None  # opened when the next image comes
+            self._stepper: Stepper | None = None  # opened at the next image
 
     def fork(self) -> Session:
         """A second session that starts from here and learns on its own."""
         return copy.copy(self)
 
     def __getstate__(self) -> dict[str, object]:
-        with self._turn:
-            return {**vars(self), "_state": self.state, "_stepper": None, "_turn": None, "observers": []}
+        with self._lock:
+            return {**vars(self), "_state": self.state, "_stepper": None, "_lock": None, "observers": []}
 
     def __setstate__(self, members: dict[str, object]) -> None:
-        vars(self).update(members, _turn=threading.RLock())  # a copy has turns of its own
+        vars(self).update(members, _lock=threading.RLock())  # a copy has its own lock
 
     def step(self, image: Source) -> Prediction:
         """Predict one image, then learn from it. A refused image leaves everything as it was."""
-        with self._turn:
+        with self._lock:
             ((_, prediction),) = self.run([image])
         return prediction
 
@@ -163,21 +163,21 @@ class Session:
         """Predict one image from what has been learned so far, learning nothing."""
         (entry,) = self._encoded([image])
         views = entry.usable()
-        with self._turn:
+        with self._lock:
             with torch.inference_mode():
                 logits = self._steps().peek(views)
             return Prediction.of(self.task, self.method, logits[0], views[0], False, self.position)
 
     def warm_up(self, views: int | None = None) -> float:
-        """Do now what is done once, for images of so many views: loading, compiling, capturing; the seconds it took."""
+        """Seconds of the warm-up, run now for images of so many views: loading, compiling, graph capture."""
         start = time.perf_counter()
-        with self._turn, torch.inference_mode():
+        with self._lock, torch.inference_mode():
             self._steps().warm_up(views or self.plan.total)
         return time.perf_counter() - start
 
     def scan(self, stream: Tensor) -> Tensor:
         """Logits (N, C) of a chunk of features (N, V, D), learning along the way; all or nothing."""
-        with self._turn, deferred_interrupts():  # a stepper works in place
+        with self._lock, deferred_interrupts():  # a stepper works in place
             views = unit_views(stream, self.task.text, self.position)
             with torch.inference_mode():
                 logits = self._steps().scan(views)[0]
@@ -192,44 +192,44 @@ class Session:
     ) -> Generator[tuple[S, Prediction], None, None]:
         """Each image with its prediction, in order; images are read and encoded ahead of the adaptation.
 
-        A bad image goes to `on_error` and is left out; without it, the error is raised when its turn comes. Either way
-        it has its place in the input: the views of those that follow do not depend on whether it could be read.
+        A bad image is passed to `on_error` and skipped; without it, the error is raised when the run reaches the image.
+        Either way it keeps its position in the input: later images have the same views whether or not it can be read.
 
-        An interrupt that comes while an image is answered is raised when the next is asked for, or the run is closed,
-        and so is what an observer raises: there is an answer for every image that is counted. An interrupt that comes
-        in the caller's turn is the caller's.
+        An interrupt while an image is being answered is raised when the next one is requested or the run is closed, and
+        so is an observer's error: every image that is counted has an answer. An interrupt in the caller's own code is
+        raised there.
         """
         for entry in self._encoded(images):
             if entry.error is not None:
-                with self._turn, deferred_interrupts():
+                with self._lock, deferred_interrupts():
                     if on_error is not None:
                         self.position = entry.index + 1
-                    self._tell(entry, None)
+                    self._notify(entry, None)
                 if on_error is None:
                     raise entry.error
                 on_error(entry.source, entry.error)
                 continue
-            views, prediction, late = entry.usable(), None, None
+            views, prediction, deferred = entry.usable(), None, None
             try:
-                with self._turn, deferred_interrupts():
+                with self._lock, deferred_interrupts():
                     prediction = self._advance(views)
-                    self._tell(entry, prediction)
+                    self._notify(entry, prediction)
             except BaseException as error:
                 if prediction is None:
                     raise
-                late = error
+                deferred = error
             try:
                 yield entry.source, prediction
             finally:
-                if late is not None:
-                    raise late
+                if deferred is not None:
+                    raise deferred
 
     def save(self, path: str | Path, extra: dict[str, str] | None = None) -> Path:
-        """Write everything needed to go on bit for bit, atomically. `extra` metadata is kept as it is.
+        """Write everything needed to resume bit for bit, atomically. `extra` metadata is stored as given.
 
-        A state that cannot be gone on from is refused, and the file left as it was.
+        A state that cannot be resumed is refused, and the file left as it was.
         """
-        with self._turn:
+        with self._lock:
             self._check_usable(f" It was not written to {path}.")
             return saved.write(path, self, self._infinite, extra or {})
 
@@ -244,7 +244,7 @@ class Session:
         device: torch.device | str = "cpu",
         reference: bool = False,
     ) -> Session:
-        """A saved session. With a `task`, an encoder or variations, they must be those that it was made with."""
+        """A saved session. If a `task`, an encoder or variations are given, they must be those it was made with."""
         file = saved.Saved(path, device)
         task, plan = file.fit(task, encoder, variations), file.plan
         session = cls(
@@ -270,11 +270,11 @@ class Session:
         self.position += 1
         return prediction
 
-    def _tell(self, entry: Encoded, prediction: Prediction | None) -> None:
-        """Call every observer; what they raise comes out once all have been called."""
+    def _notify(self, entry: Encoded, prediction: Prediction | None) -> None:
+        """Call every observer; errors are raised after all have been called."""
         if self.observers:
             seen = Seen(entry.index, entry.source, entry.features, prediction, entry.error)
-            with ExitStack() as calls:  # which it makes on leaving, last first
+            with ExitStack() as calls:  # it makes them on exit, last first
                 for observer in reversed(self.observers):
                     calls.callback(observer, seen)
 
@@ -286,7 +286,7 @@ class Session:
 
     @contextmanager
     def _marking_unusable(self) -> Iterator[None]:
-        """Remember that an answer was refused as not finite, since the state has moved on with it."""
+        """Remember that an answer was refused as not finite, since the state has already changed."""
         try:
             yield
         except InputError as error:

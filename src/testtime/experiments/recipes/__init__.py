@@ -1,7 +1,7 @@
 """Recipes: each benchmark's settings and views as data, and the published numbers to compare with.
 
-One TOML file for each dataset, `methods.toml` for what holds on all of them, `published.toml` for the paper's tables.
-What a dataset holds, and its prompts, are in `testtime.datasets`.
+One TOML file for each dataset, `methods.toml` for what applies to all of them, `published.toml` for the paper's tables.
+A dataset's size and prompts are in `testtime.datasets`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from testtime.types import InputError, ViewPlan
 TRACKS = ("one-setting", "per-dataset")
 PROTOCOLS = ("released", "paper")  # as the released code does it, or as the paper prints it
 GROUPS = ("imagenet", "variants", "cross")
-MEANS = ("average", "ood-average")  # columns of tables that are no dataset
+MEANS = ("average", "ood-average")  # columns of tables that are not datasets
 
-# encoders whose published numbers the paper holds
+# encoders for which the paper has published numbers
 BACKBONES = {
     "open_clip:RN50/openai": "RN50",
     "open_clip:RN50-quickgelu/openai": "RN50",
@@ -32,22 +32,22 @@ BACKBONES = {
 
 
 class Recipe(NamedTuple):
-    """How each method is set for one benchmark."""
+    """Each method's settings for one benchmark."""
 
     name: str
-    title: str  # as the paper spells it
+    title: str  # as written in the paper
     group: str
     views: Mapping[str, ViewPlan]  # by protocol
     settings: Mapping[str, Mapping[str, Any]]  # per dataset, by method
 
     @property
     def benchmark(self) -> Benchmark:
-        """What the benchmark holds, and where it lies."""
+        """The benchmark's size, folders and source."""
         return benchmark(self.name)
 
     @property
     def aliases(self) -> frozenset[str]:
-        """The names it goes by, spelling apart."""
+        """All its names, normalised."""
         return frozenset(folded(name) for name in (self.name, self.title, *self.benchmark.folders))
 
 
@@ -59,11 +59,11 @@ class Published(NamedTuple):
     rows: Mapping[str, Mapping[str, tuple[float, ...]]]  # by backbone, by row
     spread: Mapping[str, Mapping[str, tuple[float, ...]]]
     time: Mapping[str, str]  # testing time, by row
-    paragraph: str  # where the numbers stand, if not in a table
+    paragraph: str  # where the numbers are, if not in a table
     gain: bool  # whether the numbers are points above the first row
 
     def value(self, backbone: str, row: str, column: str) -> float | None:
-        """The number of a cell, None where the paper has none."""
+        """The number of a cell, None if the paper has none."""
         found = self.rows.get(backbone, {}).get(row)
         return None if found is None or column not in self.columns else found[self.columns.index(column)]
 
@@ -76,9 +76,9 @@ def recipe(name: str) -> Recipe:
 
 
 def find_recipe(name: str, classes: int | None = None) -> Recipe | None:
-    """The recipe of the benchmark that goes by `name` (a folder's, say); None for a dataset of one's own.
+    """The recipe of the benchmark with this name (for example a folder's); None for your own dataset.
 
-    With `classes`, a folder that only shares the name of a benchmark is not taken for it.
+    With `classes`, a folder that only shares the name of a benchmark does not match.
     """
     found = next((entry for entry in recipes().values() if folded(name) in entry.aliases), None)
     return found if found is None or classes in (None, found.benchmark.classes) else None
@@ -111,14 +111,13 @@ def track_settings(method: str, track: str, found: Recipe | None) -> dict[str, A
         return dict(_methods()["one-setting"].get(method, {}))
     if found is None:
         raise InputError(
-            "Track 'per-dataset' is for the benchmarks that have a recipe, and this dataset is none of them; "
-            "use --track one-setting."
+            "Track 'per-dataset' needs a benchmark with a recipe, and this dataset has none; use --track one-setting."
         )
     return dict(found.settings.get(method, {}))
 
 
 def views_of(method: str, found: Recipe | None, protocol: str = "released") -> ViewPlan:
-    """The views a method gets on a dataset; one of one's own has one view."""
+    """The views a method gets on a dataset; your own dataset has one view."""
     if protocol not in PROTOCOLS:
         raise unknown("protocol", protocol, PROTOCOLS)
     if found is None:
@@ -136,15 +135,15 @@ def seeds_of(protocol: str) -> tuple[int, ...]:
 
 
 def read_recipe(name: str, text: str) -> Recipe:
-    """A recipe from TOML, checked: a setting that its method lacks, or a field that is missing, is named."""
+    """A recipe from TOML, checked: errors name a setting that its method lacks, or a missing field."""
     try:
         entry = tomllib.loads(text)
     except tomllib.TOMLDecodeError as problem:
         raise InputError(f"Recipe '{name}' is not TOML: {problem}") from None
     wanted = {"title", "group", "views", "per-dataset"}
-    if odd := wanted ^ entry.keys():
-        what = "lacks" if odd & wanted else "has an unknown entry"
-        raise InputError(f"Recipe '{name}' {what} '{sorted(odd & wanted or odd)[0]}'.")
+    if different := wanted ^ entry.keys():
+        what = "lacks" if different & wanted else "has an unknown entry"
+        raise InputError(f"Recipe '{name}' {what} '{sorted(different & wanted or different)[0]}'.")
     if entry["group"] not in GROUPS:
         raise unknown(f"group in recipe '{name}'", entry["group"], GROUPS)
     for protocol in PROTOCOLS:
@@ -167,7 +166,7 @@ def _methods() -> dict[str, Any]:
 
 
 def _settings(method: str, chosen: Mapping[str, object]) -> dict[str, Any]:
-    """Settings as the method has them; an unknown method or setting is an error."""
+    """Settings with the method's types; an unknown method or setting is an error."""
     cls = method_class(method)
     return {key: read_setting(cls, key, value) for key, value in chosen.items()}
 
