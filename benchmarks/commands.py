@@ -56,7 +56,7 @@ def checkpoint(model: str, folder: Path) -> str:
         return "tiny"
     from safetensors.torch import save_file
 
-    from testtime.encoding.encoders.clip import build
+    from testtime.encoding.encoders.open_clip import build
 
     torch.manual_seed(0)
     made = build(model)

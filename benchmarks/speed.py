@@ -132,7 +132,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 def random_encoder(name: str, device: torch.device, dtype: torch.dtype | None = None) -> Any:
     """A CLIP with random weights; by default in half precision on a GPU."""
-    from testtime.encoding.encoders import clip
+    from testtime.encoding.encoders import open_clip as clip
     from testtime.encoding.encoders.tiny import tiny
 
     dtype = dtype or (torch.float16 if device.type == "cuda" else torch.float32)

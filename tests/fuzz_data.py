@@ -39,7 +39,7 @@ from safetensors.torch import save_file
 
 from testtime.datasets import open_dataset
 from testtime.datasets import tables as table_reader
-from testtime.encoding.encoders import clip
+from testtime.encoding.encoders import open_clip as clip
 from testtime.images.reading import read_image
 from testtime.text.prompts import _checked_descriptions, check_classes, read_classes_file, read_descriptions
 from testtime.types import ImageError, InputError

@@ -22,7 +22,8 @@ from torch.nn.functional import normalize
 from testtime import InputError, MissingPart, SettingError, UnknownName, load_encoder
 from testtime.checks import check_encoder
 from testtime.encoding import encoders as family
-from testtime.encoding.encoders import ENCODERS, Deferred, base, clip, hub, needed
+from testtime.encoding.encoders import ENCODERS, Deferred, base, hub, needed
+from testtime.encoding.encoders import open_clip as clip
 from testtime.encoding.encoders.tiny import tiny
 from testtime.types import Encoder
 

@@ -22,7 +22,7 @@ from testtime import load_encoder
 from testtime.encoding import compiled, resnet, vit
 from testtime.encoding import stream as streams
 from testtime.encoding.compiled import Compiled, verified
-from testtime.encoding.encoders.clip import OpenClip, lower
+from testtime.encoding.encoders.open_clip import OpenClip, lower
 from testtime.encoding.encoders.tiny import TEXT, tiny
 from testtime.images.gpu_views import normalise
 from testtime.images.views import views

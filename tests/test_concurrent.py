@@ -19,7 +19,7 @@ from testtime.files import locked
 HELD = """
 import os, sys, time
 from testtime.cli.app import main
-from testtime.encoding.encoders.clip import OpenClip
+from testtime.encoding.encoders.open_clip import OpenClip
 
 folder, most, whole = sys.argv[1], int(sys.argv[2]), OpenClip.encode_images
 

@@ -14,7 +14,7 @@ from tolerances import assert_close
 from torch import Tensor, nn
 
 from testtime import InputError, MissingPart, build_task, load_encoder
-from testtime.encoding.encoders.clip import OpenClip
+from testtime.encoding.encoders.open_clip import OpenClip
 from testtime.encoding.encoders.tiny import tiny
 from testtime.text.contexts import SoftPrompts, at_start, build_context, stored_context
 

@@ -22,7 +22,8 @@ from torch.nn.functional import normalize
 
 from testtime import InputError, MissingPart, Session, build_task, load_encoder
 from testtime.checks import check_encoder
-from testtime.encoding.encoders import base, clip, hf, hub
+from testtime.encoding.encoders import base, hf, hub
+from testtime.encoding.encoders import open_clip as clip
 from testtime.images.views import clean
 from testtime.text.contexts import build_context
 from testtime.text.coop import CoOpSettings, train

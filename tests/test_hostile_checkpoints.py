@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from testtime import load_encoder
-from testtime.encoding.encoders import clip, hf
+from testtime.encoding.encoders import hf
+from testtime.encoding.encoders import open_clip as clip
 from testtime.files import torchscript
 from testtime.types import InputError
 

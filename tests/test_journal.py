@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from testtime import files
 from testtime.encoding.encoders.tiny import tiny
 from testtime.session import Session
-from testtime.session import run as runs
+from testtime.session import journal as journals
 
 ENCODERS: dict[str, Any] = {}
 
@@ -92,7 +92,7 @@ class Disk:
         self.held: list[int] = []  # keeps file descriptors from being reused
         self.synced = {path.stat().st_ino: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
         self.names = {path: self._entries(path) for path in (folder, *folder.rglob("*")) if path.is_dir()}
-        for owner, name in ((os, "fsync"), (os, "replace"), (os, "truncate"), (runs.Rows, "_write")):
+        for owner, name in ((os, "fsync"), (os, "replace"), (os, "truncate"), (journals.Rows, "_write")):
             patch.setattr(owner, name, self._watched(getattr(owner, name), name == "fsync"))
 
     def _watched(self, call: Callable[..., Any], syncs: bool) -> Callable[..., Any]:
@@ -149,7 +149,7 @@ def restored(left: Left, folder: Path) -> None:
 def test_a_run_killed_after_any_write_resumes_to_the_same_bytes(
     run: Callable[..., Run], photos: Path, monkeypatch: pytest.MonkeyPatch, resumed: bool
 ) -> None:
-    monkeypatch.setattr(runs, "AUTOSAVE", 2)
+    monkeypatch.setattr(journals, "AUTOSAVE", 2)
     whole = run("whole")
     whole(photos)
     first = run("first")
@@ -177,7 +177,7 @@ def test_a_new_run_is_never_confused_with_an_earlier_one(
     run: Callable[..., Run], photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There are old rows and an old state before a new run, which is killed at any point."""
-    monkeypatch.setattr(runs, "AUTOSAVE", 2)
+    monkeypatch.setattr(journals, "AUTOSAVE", 2)
     whole, old = run("whole"), run("old")
     whole(photos)
     old(photos, "--method", "tda")
@@ -237,15 +237,15 @@ def test_a_full_disk_leaves_a_state_that_can_be_resumed(
 ) -> None:
     whole, full = run("whole"), run("full")
     whole(photos)
-    written = runs.Rows._write
+    written = journals.Rows._write
 
-    def fails(self: runs.Rows, text: str) -> None:
+    def fails(self: journals.Rows, text: str) -> None:
         if text.startswith("3,"):
             raise OSError(errno.ENOSPC, "No space left on device")
         written(self, text)
 
     with monkeypatch.context() as patch:
-        patch.setattr(runs.Rows, "_write", fails)
+        patch.setattr(journals.Rows, "_write", fails)
         assert "No space left" in full(photos, code=2).err
     full(photos, resume=True)
     assert full.bytes() == whole.bytes()
@@ -287,7 +287,7 @@ def test_a_damaged_journal_is_an_error_that_says_so(run: Callable[..., Run], pho
     before = one.rows.read_bytes()
     with safe_open(one.state, "pt") as file:
         tensors, facts = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()
-    save_file(tensors, one.state, facts | {runs.JOURNAL: told})
+    save_file(tensors, one.state, facts | {journals.JOURNAL: told})
     one(photos, resume=True, code=2)
     assert one.rows.read_bytes() == before
 
@@ -332,13 +332,15 @@ def test_an_image_has_one_name_as_a_file_in_an_archive_and_in_a_row(tmp_path: Pa
             return "shards/a.tar/1\udcff.png"
 
     monkeypatch.chdir(tmp_path)
-    known = runs._image_key(Stored())
+    known = journals._image_key(Stored())
     for style in ("csv", "jsonl"):
         text = io.StringIO()
-        prediction = dict.fromkeys(runs.COLUMNS, 0) | {"image": str(Stored()), "label": "a", "zero_shot": "a"}
-        runs.Rows(text, style).write(prediction)
-        assert list(runs._images_in(text.getvalue().encode("utf-8", "backslashreplace"), style, tmp_path)) == [known]
-    assert runs._image_key(tmp_path / str(Stored())) == known
+        prediction = dict.fromkeys(journals.COLUMNS, 0) | {"image": str(Stored()), "label": "a", "zero_shot": "a"}
+        journals.Rows(text, style).write(prediction)
+        assert list(journals._images_in(text.getvalue().encode("utf-8", "backslashreplace"), style, tmp_path)) == [
+            known
+        ]
+    assert journals._image_key(tmp_path / str(Stored())) == known
 
 
 def test_the_same_path_with_two_labels_is_scored_by_each(run: Callable[..., Run], photos: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from small_data import make_folders
 import testtime as tt
 from testtime.session import Session
 from testtime.session import session as sessions
-from testtime.session.run import Tally
+from testtime.session.journal import Tally
 from testtime.session.session import Seen
 from testtime.types import ImageError, InputError
 

@@ -8,8 +8,9 @@ import pytest
 from small_data import make_folders
 
 import testtime as tt
-from testtime.report import StreamReport, UnlabelledReport, html
+from testtime.report.data import StreamReport, UnlabelledReport
 from testtime.report.gather import stream_report
+from testtime.report.page import html
 from testtime.report.record import Record
 from testtime.types import InputError
 

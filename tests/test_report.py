@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from testtime import report
-from testtime.report import Curve, StreamReport, chart, class_changes, running_accuracy
+from testtime.report import chart, class_changes, running_accuracy
+from testtime.report.data import Curve, StreamReport
 from testtime.types import InputError
 
 NASTY = "<script>alert('x')</script> & \"quotes\"\x00\ud800"

@@ -7,8 +7,9 @@ import shutil
 import pytest
 
 import testtime as tt
-from testtime.report import Grid, Series, StreamReport, UnlabelledReport, html
+from testtime.report.data import Grid, Series, StreamReport, UnlabelledReport
 from testtime.report.gather import stream_report
+from testtime.report.page import html
 
 pytest.importorskip("playwright", reason="playwright is not installed")
 pytest.importorskip("sklearn", reason="scikit-learn is not installed")

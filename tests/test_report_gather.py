@@ -9,10 +9,11 @@ import torch
 
 import testtime as tt
 from testtime import metrics, registry
-from testtime.report import Grid, Series, html
 from testtime.report import queues as queue_maps
 from testtime.report.conditions import conditions
+from testtime.report.data import Grid, Series
 from testtime.report.gather import stream_report, sweep
+from testtime.report.page import html
 from testtime.session.session import Session
 from testtime.types import InputError, MissingPart
 

@@ -11,6 +11,15 @@ import torch
 
 from testtime import metrics, report
 from testtime.report import (
+    changed_answers,
+    confusion_matrix,
+    queue_map,
+    reliability,
+    sweep_charts,
+    thumbnails,
+    unlabelled,
+)
+from testtime.report.data import (
     Answers,
     Curve,
     Grid,
@@ -20,13 +29,6 @@ from testtime.report import (
     Snapshot,
     StreamReport,
     UnlabelledReport,
-    changed_answers,
-    confusion_matrix,
-    queue_map,
-    reliability,
-    sweep_charts,
-    thumbnails,
-    unlabelled,
 )
 from testtime.types import InputError
 
@@ -341,7 +343,8 @@ def test_parts_that_do_not_fit_are_named(given, words):
 
 
 def test_an_experiment_is_a_page_of_tables_and_figures() -> None:
-    from testtime.report import Grid, Series, Table, TablesReport, html
+    from testtime.report.data import Grid, Series, Table, TablesReport
+    from testtime.report.page import html
 
     report = TablesReport(
         "Queue size",

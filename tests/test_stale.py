@@ -167,7 +167,7 @@ def test_only_the_shard_of_a_replaced_image_is_encoded_again(cli, pets, tmp_path
 def test_replaced_weights_are_used(cli, pets, tmp_path, monkeypatch, passes) -> None:
     """An encoder named by a file is identified by the file's content, not its name."""
     file = tmp_path / "mine.pt"
-    monkeypatch.setattr("testtime.encoding.encoders.clip.load", lambda spec, *rest: named(spec, file, *rest))
+    monkeypatch.setattr("testtime.encoding.encoders.open_clip.load", lambda spec, *rest: named(spec, file, *rest))
     name = ["-e", f"open_clip:ViT-B-16/{file}"]
     found = []
     for seed in ("0", "3"):

@@ -14,7 +14,8 @@ import typer
 from rich.markup import escape
 from typer.core import TyperGroup
 
-from testtime.cli import about, data, encode, experiments, prompts, replay, report, run
+from testtime.cli import about, data, encode, experiments, replay, report, run
+from testtime.cli import train_prompts as prompts
 from testtime.cli.options import flag
 from testtime.cli.terminal import err
 from testtime.errors import InputError, Interrupted, TesttimeError

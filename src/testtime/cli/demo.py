@@ -18,8 +18,9 @@ from torch import Tensor
 from testtime import __version__
 from testtime.encoding.store import Features
 from testtime.files import write_atomic
-from testtime.report import html, running_accuracy_svg
 from testtime.report.gather import Runner, scored
+from testtime.report.page import html
+from testtime.report.running_accuracy import running_accuracy_svg
 from testtime.session.order import shuffled
 from testtime.session.session import Session
 from testtime.types import Task

@@ -116,8 +116,9 @@ def replay(
 def _write_report(file: Path, store: Features, result: Replay, order: str) -> None:
     """The page that `testtime report` makes, for the method that was replayed."""
     from testtime.files import write_atomic
-    from testtime.report import gather, html
+    from testtime.report import gather
     from testtime.report.conditions import conditions
+    from testtime.report.page import html
 
     task = result.session.task
     made = gather.stream_report(

@@ -64,8 +64,10 @@ def report(
     from testtime.files import check_place, write_atomic
     from testtime.files.outputs import distinct
     from testtime.machine.devices import find_device
-    from testtime.report import Grid, StreamReport, gather, html
+    from testtime.report import gather
     from testtime.report.conditions import conditions
+    from testtime.report.data import Grid, StreamReport
+    from testtime.report.page import html
 
     store = Features(features)
     distinct({"--out": output}, {"FEATURES": [features, *store.files, features / "index.json"]})

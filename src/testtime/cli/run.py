@@ -18,7 +18,7 @@ from testtime.errors import InputError, Interrupted
 
 if TYPE_CHECKING:
     from testtime.report.record import Record
-    from testtime.session.run import Tally
+    from testtime.session.journal import Tally
     from testtime.session.session import Session
     from testtime.types import Method
 
@@ -70,7 +70,7 @@ def run(
     from testtime.files import check_place, locked
     from testtime.files.outputs import distinct, read_files
     from testtime.machine.devices import find_device
-    from testtime.session.run import Journal, Rows, Tally, no_earlier_run, read_earlier_run
+    from testtime.session.journal import Journal, Rows, Tally, no_earlier_run, read_earlier_run
     from testtime.session.session import Session
 
     style = _style(style, output)
@@ -184,8 +184,9 @@ def _style(style: str | None, output: Path | None) -> str:
 def _write_report(file: Path, record: Record, name: str, order: str) -> None:
     """The page of a run, like that of `testtime report` for features."""
     from testtime.files import write_atomic
-    from testtime.report import StreamReport, html
     from testtime.report.conditions import conditions
+    from testtime.report.data import StreamReport
+    from testtime.report.page import html
 
     session = record.session
     made = record.report(name)

@@ -15,7 +15,7 @@ from testtime.experiments.plan import Columns, Work, recipe_of
 from testtime.experiments.tables import Sheet, described
 from testtime.files import parse_json, write_atomic
 from testtime.ops import unit
-from testtime.report import Queued, QueueMap, Snapshot, Table, TablesReport
+from testtime.report.data import Queued, QueueMap, Snapshot, Table, TablesReport
 from testtime.report.formatting import count
 from testtime.report.queues import FEWEST, PLACED, Tracer, tsne
 from testtime.report.thumbnails import make_thumbnails

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from testtime.experiments.catalogue import EXPERIMENTS
 from testtime.experiments.lab import NOT_RUN, Record
 from testtime.experiments.recipes import BACKBONES, MEANS, Published, published
-from testtime.report import Grid, Series, Table, TablesReport
+from testtime.report.data import Grid, Series, Table, TablesReport
 
 
 class Sheet(NamedTuple):

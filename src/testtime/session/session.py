@@ -18,7 +18,7 @@ from torch import Tensor
 from testtime import registry
 from testtime.machine.interrupts import deferred_interrupts
 from testtime.ops import unit_views
-from testtime.session import saved
+from testtime.session import saved_state
 from testtime.session.initial_state import initial_state
 from testtime.steppers import Stepper, aligned_task, open_stepper
 from testtime.types import (
@@ -127,7 +127,7 @@ class Session:
         """Forget the stream: back to before the first image."""
         with self._lock:
             self.state = initial_state(self.method, self.task)
-            self._infinite = saved.infinite_parts(self._state)
+            self._infinite = saved_state.infinite_parts(self._state)
             self.count = self.position = 0
 
     @property
@@ -231,7 +231,7 @@ class Session:
         """
         with self._lock:
             self._check_usable(f" It was not written to {path}.")
-            return saved.write(path, self, self._infinite, extra or {})
+            return saved_state.write(path, self, self._infinite, extra or {})
 
     @classmethod
     def load(
@@ -245,7 +245,7 @@ class Session:
         reference: bool = False,
     ) -> Session:
         """A saved session. If a `task`, an encoder or variations are given, they must be those it was made with."""
-        file = saved.Saved(path, device)
+        file = saved_state.Saved(path, device)
         task, plan = file.fit(task, encoder, variations), file.plan
         session = cls(
             task, file.method, encoder=encoder, views=plan.count, augmix=plan.augmix, seed=plan.seed,

@@ -29,7 +29,7 @@ ENCODERS: Kind[Factory] = Kind(
             "EfficientNet-Lite2 and MiniLM from PyPI, no hub needed (extra: testtime[offline]); not a CLIP",
         ),
         "open_clip": Entry(
-            "testtime.encoding.encoders.clip:load",
+            "testtime.encoding.encoders.open_clip:load",
             "open_clip:MODEL/PRETRAINED",
             "CLIP, SigLIP, CoCa through open_clip; PRETRAINED is a tag (openai) or a checkpoint file",
         ),

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from testtime.encoding.encoders.clip import PRECISIONS, OpenClip, lower, make_preprocess
+from testtime.encoding.encoders.open_clip import PRECISIONS, OpenClip, lower, make_preprocess
 from testtime.machine.lean_open_clip import open_clip
 from testtime.types import SettingError
 
