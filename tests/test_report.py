@@ -10,9 +10,9 @@ from html.parser import HTMLParser
 import pytest
 import torch
 
-from testtime import report
 from testtime.report import chart, class_changes, running_accuracy
 from testtime.report.data import Curve, StreamReport
+from testtime.report.page import html
 from testtime.types import InputError
 
 NASTY = "<script>alert('x')</script> & \"quotes\"\x00\ud800"
@@ -67,7 +67,7 @@ def points(svg):
 def test_page_says_accuracy_gain_and_time():
     zero = Curve("Zero-shot", [True, False] * 50, 0.1, "frozen")
     better = Curve("DPE", [True, True, True, False] * 25, 1.234, "alpha=6")
-    page = report.html([stream(zero, better)], {"Machine": "2 cores"}, "A page")
+    page = html([stream(zero, better)], {"Machine": "2 cores"}, "A page")
     words = Page(page).words
     expected = ["A page", "Pets", "Zero-shot", "DPE", "50.0%", "75.0%", "+25.0", "12.3", "alpha=6", "2 cores"]
     assert not set(expected) - set(words)
@@ -76,17 +76,17 @@ def test_page_says_accuracy_gain_and_time():
 
 def test_a_loss_has_a_minus_and_no_change_has_no_sign():
     zero, same, worse = (Curve(name, [name != "Worse"] * 10, 0) for name in ("Zero-shot", "Same", "Worse"))
-    words = Page(report.html([stream(zero, same, worse)], {}, "t")).words
+    words = Page(html([stream(zero, same, worse)], {}, "t")).words
     assert "−100.0" in words and "0.0" in words and "+0.0" not in words and "−0.0" not in words
 
 
 def test_same_input_gives_same_bytes():
-    make = lambda: report.html([stream(), stream(title="Other")], {"a": "b"}, "t").encode()  # noqa: E731
+    make = lambda: html([stream(), stream(title="Other")], {"a": "b"}, "t").encode()  # noqa: E731
     assert make() == make()
 
 
 def test_page_fetches_nothing():
-    page = report.html([stream(), stream()], {"a": "b"}, "t")
+    page = html([stream(), stream()], {"a": "b"}, "t")
     assert not re.search(r"https?://|//[a-z]|\bsrc\s*=|@import|url\((?!data:)|<link|<img|<iframe|fetch\(", page)
     assert all(value.startswith("#") for key, value in Page(page).attributes if key == "href")
     assert "default-src 'none'" in page
@@ -104,8 +104,8 @@ def test_markup_in_names_stays_text():
         text=NASTY,
         conditions={NASTY: NASTY, "command": NASTY},
     )
-    page = report.html([given, given], {NASTY: NASTY}, NASTY)
-    parsed, plain = Page(page), Page(report.html([stream(classes=4), stream(classes=4)], {"a": "b"}, "t"))
+    page = html([given, given], {NASTY: NASTY}, NASTY)
+    parsed, plain = Page(page), Page(html([stream(classes=4), stream(classes=4)], {"a": "b"}, "t"))
     assert parsed.tags.count("script") == plain.tags.count("script") == 1
     assert "alert('x')" not in page
     assert "\x00" not in page and page.encode()  # a lone surrogate could not be written
@@ -114,7 +114,7 @@ def test_markup_in_names_stays_text():
 
 def test_picture_alone_is_xml_for_light_and_dark():
     curves = [curve(NASTY), curve()]
-    svg = report.running_accuracy_svg(curves, width=700, height=300, standalone=True, title=NASTY)
+    svg = running_accuracy.running_accuracy_svg(curves, width=700, height=300, standalone=True, title=NASTY)
     root = xml.fromstring(svg.encode())
     assert root.tag == f"{SVG}svg" and root.get("width") == "700"
     assert root.find(f"{SVG}title") is not None and "At the end" in root.find(f"{SVG}desc").text
@@ -126,7 +126,7 @@ def test_picture_alone_is_xml_for_light_and_dark():
 def test_curve_is_drawn_where_its_accuracy_is():
     correct = [index % 4 != 0 for index in range(1000)]
     curves = [Curve("Zero-shot", [True] * 1000, 1), Curve("DPE", correct, 1)]
-    svg = report.running_accuracy_svg(curves, standalone=True)
+    svg = running_accuracy.running_accuracy_svg(curves, standalone=True)
     root = xml.fromstring(svg)
     ticks = [node for node in root.iter(f"{SVG}text") if node.get("class") == "tick end"]
     (low_y, low), (high_y, high) = [(float(n.get("y")), float(n.text[:-1])) for n in (ticks[0], ticks[-1])]
@@ -139,7 +139,7 @@ def test_curve_is_drawn_where_its_accuracy_is():
 
 def test_range_ignores_the_first_images():
     late = [False] * 8 + [True] * 1992
-    svg = report.running_accuracy_svg([Curve("a", late, 1), Curve("b", [True] * 2000, 1)], standalone=True)
+    svg = running_accuracy.running_accuracy_svg([Curve("a", late, 1), Curve("b", [True] * 2000, 1)], standalone=True)
     ticks = [n.text for n in xml.fromstring(svg).iter(f"{SVG}text") if n.get("class") == "tick end"]
     assert ticks[-1] == "100%" and float(ticks[0][:-1]) >= 80
 
@@ -179,7 +179,7 @@ def test_more_labels_than_fit_share_the_height():
 def test_classes_are_sorted_by_gain_and_unseen_ones_left_out():
     zero = Curve("z", [True, False, True, True, False, False], 1)
     last = Curve("d", [False, True, True, True, True, False], 1)
-    changes = report.changes(stream(zero, last, classnames=["a", "b", "c", "d"], labels=[0, 1, 2, 0, 1, 2]))
+    changes = class_changes.changes(stream(zero, last, classnames=["a", "b", "c", "d"], labels=[0, 1, 2, 0, 1, 2]))
     assert changes == [("b", 2, 0.0, 1.0), ("c", 2, 0.5, 0.5), ("a", 2, 1.0, 0.5)]
 
 
@@ -187,7 +187,7 @@ def test_only_the_greatest_changes_are_named():
     names = [f"<{c}>" for c in range(60)]
     zero = Curve("z", [c >= 30 for c in range(60)], 1)
     last = Curve("d", [c < 30 for c in range(60)], 1)
-    page = report.html([stream(zero, last, classes=60, classnames=names)], {}, "t")
+    page = html([stream(zero, last, classes=60, classnames=names)], {}, "t")
     assert len(re.findall('<i class="up"', page)) == len(re.findall('<i class="down"', page)) == class_changes.SHOWN
 
 
@@ -195,26 +195,26 @@ def test_tensors_and_lists_give_the_same_page():
     plain = stream()
     curves = [Curve(c.name, torch.tensor(c.correct), c.seconds) for c in plain.curves]
     tensors = stream(*curves, labels=torch.tensor(plain.labels))
-    assert report.html([tensors], {}, "t") == report.html([plain], {}, "t")
+    assert html([tensors], {}, "t") == html([plain], {}, "t")
 
 
 @pytest.mark.parametrize("images", [1, 2, 5])
 @pytest.mark.parametrize("curves", [1, 2, 16])
 def test_tiny_streams_and_any_number_of_curves_draw(images, curves):
     given = [curve(f"method {n}", images=images, seed=n) for n in range(curves)]
-    page = report.html([stream(*given, classes=2)], {}, "t")
+    page = html([stream(*given, classes=2)], {}, "t")
     assert not re.search(r"\bnan\b", page) and Page(page).tags.count("svg") >= 2
-    assert len(points(report.running_accuracy_svg(given, standalone=True))) >= curves
+    assert len(points(running_accuracy.running_accuracy_svg(given, standalone=True))) >= curves
 
 
 def test_a_long_stream_makes_a_small_page():
     given = stream(curve("Zero-shot", images=50_000), curve("DPE", images=50_000, seed=1))
-    assert len(report.html([given], {}, "t")) < 100_000
+    assert len(html([given], {}, "t")) < 100_000
 
 
 def test_a_method_keeps_its_colour_from_stream_to_stream():
     first = stream(curve("Zero-shot"), curve("TDA"), curve("DPE"))
-    page = report.html([first, stream(curve("Zero-shot"), curve("DPE"))], {}, "t")
+    page = html([first, stream(curve("Zero-shot"), curve("DPE"))], {}, "t")
     assert len(re.findall(r'class="card s2 last"><span class="name">DPE', page)) == 2
 
 
@@ -230,4 +230,4 @@ def test_a_method_keeps_its_colour_from_stream_to_stream():
 )
 def test_what_does_not_fit_is_named(given, words):
     with pytest.raises(InputError, match=words):
-        report.html([given()], {}, "t")
+        html([given()], {}, "t")

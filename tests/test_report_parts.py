@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import pytest
 import torch
 
-from testtime import metrics, report
+from testtime import metrics
 from testtime.report import (
     changed_answers,
     confusion_matrix,
@@ -30,6 +30,7 @@ from testtime.report.data import (
     StreamReport,
     UnlabelledReport,
 )
+from testtime.report.page import html
 from testtime.types import InputError
 
 NASTY = "<script>alert('x')</script> & \"quotes\"\x00\ud800"
@@ -105,7 +106,7 @@ class Balanced(HTMLParser):
 
 
 def test_every_part_is_in_the_page_and_its_tags_close():
-    page = Balanced(report.html([random_stream()], {"a": "b"}, "t"))
+    page = Balanced(html([random_stream()], {"a": "b"}, "t"))
     text = " ".join(page.words)
     for heading in ("Confusion matrix", "Calibration", "Contents of the queues of dpe", "Effect of the settings"):
         assert heading in text
@@ -113,11 +114,11 @@ def test_every_part_is_in_the_page_and_its_tags_close():
 
 
 def test_the_same_parts_give_the_same_bytes():
-    assert report.html([random_stream()], {}, "t") == report.html([random_stream()], {}, "t")
+    assert html([random_stream()], {}, "t") == html([random_stream()], {}, "t")
 
 
 def test_pictures_are_inside_the_page_once_and_nothing_is_fetched():
-    page = report.html([random_stream()], {}, "t")
+    page = html([random_stream()], {}, "t")
     assert page.count(PIXEL) == 30
     assert not re.search(r"https?://|\bsrc\s*=|@import|url\((?!data:)|<link|<img|<iframe|fetch\(", page)
     assert "default-src 'none'" in page and "img-src data:" in page
@@ -131,7 +132,7 @@ def test_markup_in_any_part_stays_text():
         classnames=[NASTY + str(c) for c in range(30)],
     )
     other = folder([0, 1], [1, 1], classnames=[NASTY] * 4, names=[NASTY] * 2, thumbnails={0: PIXEL})
-    page = report.html([given, other], {}, "t")
+    page = html([given, other], {}, "t")
     assert Balanced(page).tags.count("script") == 1
     assert "alert('x')" not in page and "\x00" not in page and page.encode()
 
@@ -304,7 +305,7 @@ def test_changes_are_counted_by_kind():
         (1, 0, [3]),
         (2, 3, [4]),
     ]
-    words = Balanced(report.html([given], {}, "t")).words
+    words = Balanced(html([given], {}, "t")).words
     assert any("dpe and zeroshot differ on 4 of 5 images" in text for text in words)
 
 
@@ -314,7 +315,7 @@ def test_the_surest_and_the_least_sure_images_are_found():
 
 
 def test_a_folder_without_changes_says_so():
-    page = report.html([folder([0, 1], [0, 1])], {}, "t")
+    page = html([folder([0, 1], [0, 1])], {}, "t")
     assert "gives the same answer as zeroshot for every image" in page and not re.search(r"\bnan\b", page)
 
 
@@ -339,7 +340,7 @@ def test_a_folder_without_changes_says_so():
 )  # fmt: skip
 def test_parts_that_do_not_fit_are_named(given, words):
     with pytest.raises(InputError, match=words):
-        report.html([given()], {}, "t")
+        html([given()], {}, "t")
 
 
 def test_an_experiment_is_a_page_of_tables_and_figures() -> None:
