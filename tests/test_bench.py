@@ -435,11 +435,12 @@ def test_the_command_prints_a_table_of_systems_and_json(folders, tmp_path, capsy
     asked = [part for name in (*SYSTEMS, "CoOp") for part in ("--row", name)]
     for extra in ([], ["--json"]):
         assert command(*arguments, *asked, *extra) == 0
-        text = capsys.readouterr().out
+        text, notes = capsys.readouterr()
         if extra:
             assert [row["row"] for row in json.loads(text)["rows"]] == ["zero-shot", "ensemble", "CoOp", "DPE"]
         else:
             assert "DPE" in text and "peak MB" in text and "not run" in text
+            assert "'a photo of a {}.' (zero-shot, DPE)." in notes and "7 templates (ensemble)." in notes
     assert "peak MB" in (tmp_path / "b" / "systems.md").read_text() and (tmp_path / "b" / "systems.html").exists()
 
 

@@ -7,17 +7,17 @@ from html import escape
 from pathlib import Path
 
 PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
-# the boxes from top to bottom; the arrows between them come from the table
+# the boxes from top to bottom, each in one of three columns; the arrows between them come from the table
 LAYERS = (
-    ("core",),
-    ("files", "machine"),
-    ("images", "text"),
-    ("datasets", "encoding", "methods"),
-    ("steppers",),
-    ("session",),
-    ("report",),
-    ("experiments",),
-    ("cli",),
+    {"core": 1},
+    {"files": 0, "machine": 2},
+    {"images": 0, "text": 2},
+    {"datasets": 0, "encoding": 1, "methods": 2},
+    {"steppers": 2},
+    {"session": 1},
+    {"report": 1},
+    {"experiments": 0},
+    {"cli": 0},
 )
 WIDTH, BOX, TALL, STEP = 640, 150, 34, 66
 ROW = re.compile(r"^\| `([a-z]+)` \|.*\|([^|]*)\|$", re.M)
@@ -31,9 +31,9 @@ def subpackages(page: str) -> dict[str, list[str]]:
 def diagram() -> str:
     """The subpackages as SVG, in the page's own colours."""
     centres = {
-        name: (WIDTH * (2 * index + 1) / (2 * len(layer)), STEP * depth + TALL)
+        name: (WIDTH * (2 * column + 1) / 6, STEP * depth + TALL)
         for depth, layer in enumerate(LAYERS)
-        for index, name in enumerate(layer)
+        for name, column in layer.items()
     }
     parts = []
     for name, below in subpackages(PAGE.read_text()).items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -65,14 +66,14 @@ def evaluation_markdown(result: Record) -> str:
         "",
         *table_lines(Sheet("", header, rows), left=2),
         "",
-        *_texts(result["rows"], "dataset"),
+        *_texts(result["rows"], "dataset", "method"),
     ]
     return "\n".join(lines) + "\n"
 
 
 def remarks(result: Record) -> list[str]:
     """The text below the tables: text prototypes, rows that were not run, notes."""
-    lines = _texts(result["rows"], "column")
+    lines = _texts(result["rows"], "column", "row")
     if "table" in result and result["table"]:
         lines.append(f"Published: {result['table']} of the paper, accuracy in percent.")
     reasons: dict[str, list[str]] = {}
@@ -84,10 +85,17 @@ def remarks(result: Record) -> list[str]:
     return [*lines, *([result["note"]] if result["note"] else [])]
 
 
-def _texts(rows: Sequence[Record], dataset: str) -> list[str]:
-    """What text prototypes were made of on each dataset, whose name is under that key."""
-    texts = {(row[dataset], described(row["text"])) for row in rows if "text" in row}
-    return [f"Text on {name}: {text}." for name, text in sorted(texts)]
+def _texts(rows: Sequence[Record], dataset: str, label: str) -> list[str]:
+    """What text prototypes were made of on each dataset; if rows differ, which rows. Names are under these keys."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if "text" in row:
+            found.setdefault((row[dataset], described(row["text"])), []).append(row[label])
+    several = Counter(name for name, _ in found)
+    return [
+        f"Text on {name}: {text}" + f" ({', '.join(dict.fromkeys(labels))})" * (several[name] > 1) + "."
+        for (name, text), labels in sorted(found.items())
+    ]
 
 
 def section(result: Record, columns: object = None) -> tuple[TablesReport, dict[str, str]]:
