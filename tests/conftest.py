@@ -95,6 +95,8 @@ def command(*arguments: object) -> int:
 @pytest.fixture
 def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
     """The command line in this process: its arguments in, its exit code and what it printed out."""
+    import testtime.cli.terminal  # noqa: F401, first: a console that is made under COLUMNS keeps that width for good
+
     monkeypatch.setenv("COLUMNS", "200")
 
     def call(*arguments: object) -> Outcome:
