@@ -45,7 +45,7 @@ def run_cells(lab: Lab, cells: Sequence[Cell], alone: bool = False) -> list[Reco
     def missing(numbers: Sequence[int]) -> list[int]:
         """Those still to run; existing results are used, including those of another process."""
         found = {number: lab.path(cells[number]) for number in numbers}
-        done = {n: p for n, p in found.items() if p.exists() and not (alone and _own_costs(lab, cells[n]) is None)}
+        done = {n: p for n, p in found.items() if p.exists() and (not alone or _ran_alone(lab, cells[n]))}
         results.update({number: _read(path) for number, path in done.items()})
         return [number for number in numbers if number not in done]
 
@@ -81,10 +81,10 @@ def costs(lab: Lab, cell: Cell) -> Record:
     } | {key: step.get(key) for key in COSTS}
 
 
-def _own_costs(lab: Lab, cell: Cell) -> Record | None:
-    """The costs recorded for a cell, if it ran on its own."""
+def _ran_alone(lab: Lab, cell: Cell) -> bool:
+    """Whether the costs of a run on its own are recorded for a cell."""
     noted = lab.noted(lab.path(cell).stem)
-    return noted if noted is not None and all(key in noted for key in COSTS) else None
+    return noted is not None and all(key in noted for key in COSTS)
 
 
 def _run(lab: Lab, cells: Sequence[Cell], alone: bool) -> list[Record]:
@@ -100,7 +100,7 @@ def _run(lab: Lab, cells: Sequence[Cell], alone: bool) -> list[Record]:
     labels = lab.labels_of(store)[order]
     names = [store.images[row] if store.images else f"image {row}" for row in order.tolist()]
     scorers = [Scorer(method, task.classes, names) for method in methods]
-    stream = _stream(lab, first, store, order, task)
+    stream = stream_views(lab, first, store, order, task)
     if alone:
         seconds, noted = _measured(task, scorers[0], stream, store.views, labels)
     else:
@@ -118,7 +118,7 @@ def _run(lab: Lab, cells: Sequence[Cell], alone: bool) -> list[Record]:
     return results
 
 
-def _stream(lab: Lab, cell: Cell, store: Features, order: Tensor, task: Task) -> Iterator[Tensor]:
+def stream_views(lab: Lab, cell: Cell, store: Features, order: Tensor, task: Task) -> Iterator[Tensor]:
     """The store's views in an order, in chunks on the task's device, with progress reports if it takes long."""
     reported, done = time.perf_counter(), 0
     for chunk in store.chunks(order.tolist(), size=CHUNK):

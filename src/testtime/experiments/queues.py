@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from testtime.experiments.cells import CHUNK
+from testtime.experiments.cells import stream_views
 from testtime.experiments.lab import Record
 from testtime.experiments.plan import Columns, Work, recipe_of
 from testtime.experiments.tables import Sheet, described
@@ -63,7 +63,7 @@ def run(work: Work) -> Record:
     store = lab.store(cell.views, cell.seed)
     order = shuffled(len(store), cell.seed)
     task = lab.task(cell.text)
-    stream = (chunk.to(task.text.device) for chunk in store.chunks(order.tolist(), size=CHUNK))
+    stream = stream_views(lab, cell, store, order, task)
     held = watch_queues(task, cell.method, stream, chosen)
     labels, rows = lab.labels_of(store)[order], lab.rows(store)
     coloured = torch.randperm(task.classes, generator=torch.Generator().manual_seed(cell.seed))[:COLOURED]

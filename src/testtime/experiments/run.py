@@ -17,6 +17,7 @@ from testtime.experiments.lab import Record
 from testtime.experiments.plan import Columns, Plans, Work
 from testtime.experiments.tables import Sheet, markdown
 from testtime.files import write_atomic
+from testtime.report.conditions import machine, versions
 from testtime.report.page import Section, html
 from testtime.types import InputError
 
@@ -101,7 +102,7 @@ def selected(experiment: Experiment, keep: Sequence[str] | None) -> list[Row]:
 
 
 def write_results(folder: Path, name: str, result: Record, page: str) -> None:
-    """`name`.json and `name`.md in a folder; no times in either, so that runs can be compared byte for byte."""
+    """`name`.json and `name`.md in a folder; unless it measures costs, the same run writes the same bytes."""
     write_atomic(folder / f"{name}.json", json.dumps(result, indent=1) + "\n")
     write_atomic(folder / f"{name}.md", page)
 
@@ -116,8 +117,6 @@ def write_experiment(folder: Path, result: Record, columns: Columns, command: st
 
 def page(result: Record, columns: Columns, command: str = "") -> str:
     """A result as one self-contained HTML page."""
-    from testtime.report.conditions import machine, versions
-
     made, about = measure_of(EXPERIMENTS[result["bench"]]).section(result, columns)
     about |= {"Versions": versions(), "Machine": machine(torch.device("cpu")), "Command": command}
     return html([made], {key: value for key, value in about.items() if value}, f"bench {result['bench']}")
