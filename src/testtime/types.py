@@ -23,6 +23,8 @@ from testtime.errors import UnknownName as UnknownName
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+    from testtime.calibration import Calibration
+
 
 @runtime_checkable
 class StoredImage(Protocol):
@@ -115,6 +117,7 @@ class Prediction:
 
     label: str
     confidence: float  # probability of `label`, 0 to 1
+    calibrated: float  # the same, softened to be as sure on average as the frozen classifier
     entropy: float  # of the predicted distribution, in nats
     zero_shot: str
     zero_shot_confidence: float
@@ -125,12 +128,19 @@ class Prediction:
 
     @classmethod
     def of(
-        cls, task: Task, method: Method, logits: Tensor, feature: Tensor, learned: Tensor | bool, image: int
+        cls,
+        task: Task,
+        method: Method,
+        logits: Tensor,
+        feature: Tensor,
+        learned: Tensor | bool,
+        image: int,
+        calibration: Calibration,
     ) -> Prediction:
         """The answer from a method's logits (C,), beside that of the frozen classifier for a feature (D,).
 
         Everything is copied from the device at once. Non-finite values are refused; `image` is the image's position in
-        the input.
+        the input. `calibration` is that of the stream, and moves on by this image.
         """
         with torch.inference_mode():
             learns = torch.as_tensor(learned).to(logits).reshape(1)
@@ -141,10 +151,12 @@ class Prediction:
         probabilities, zero_shot = method.probabilities(answer), frozen.softmax(-1)
         check_finite(method, probabilities[None], image)  # they may overflow where logits do not
         index, zero_index = int(answer.argmax()), int(frozen.argmax())
+        calibrated = calibration.update(probabilities[None], zero_shot[zero_index][None])
         log_p = probabilities.clamp_min(torch.finfo(probabilities.dtype).tiny).log()
         return cls(
             label=task.classnames[index],
             confidence=float(probabilities[index]),
+            calibrated=float(calibrated),
             entropy=float(-(probabilities * log_p).sum().clamp_max(0)) or 0.0,
             zero_shot=task.classnames[zero_index],
             zero_shot_confidence=float(zero_shot[zero_index]),

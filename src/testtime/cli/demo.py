@@ -18,6 +18,7 @@ from torch import Tensor
 from testtime import __version__
 from testtime.encoding.store import Features
 from testtime.files import write_atomic
+from testtime.metrics import ExpectedCalibrationError
 from testtime.report.gather import Runner, scored
 from testtime.report.page import html
 from testtime.report.running_accuracy import running_accuracy_svg
@@ -68,9 +69,7 @@ def run_demo(folder: Path, console: Console, as_json: bool = False) -> None:
         runners = _watch(title, *part, console=console)
         heading = title, f"{len(part[1])} photographs, {part[0].classes} classes, one view each"
         sections.append(scored(part[0], heading, runners, part[2].tolist(), [], None))
-        results[title] = {r.name: {"accuracy": r.accuracy.compute(), "seconds": r.seconds} for r in runners} | {
-            "n": len(part[1])
-        }
+        results[title] = {runner.name: _scores(runner, part[2]) for runner in runners} | {"n": len(part[1])}
     about = {
         "Images": "Caltech101, test split (2,465 photographs, 100 classes, CC BY 4.0), one view each",
         "Encoder": f"{task.encoder}: EfficientNet-Lite2 and MiniLM; it is not CLIP",
@@ -94,29 +93,47 @@ def _watch(title: str, task: Task, views: Tensor, labels: Tensor, *, console: Co
     heading = f"{title}: {len(views)} photographs"
     with Live(console=console, refresh_per_second=10, auto_refresh=False) as live:
         if console.is_terminal:
-            live.update(_table(heading, runners), refresh=True)
+            live.update(_table(heading, runners, labels), refresh=True)
         for start in range(0, len(views), CHUNK):
             for runner in runners:
                 runner.advance(views[start : start + CHUNK], labels[start : start + CHUNK])
             if console.is_terminal:
-                live.update(_table(heading, runners), refresh=True)
-        live.update(_table(heading, runners), refresh=True)
+                live.update(_table(heading, runners, labels), refresh=True)
+        live.update(_table(heading, runners, labels), refresh=True)
     console.print()
     return runners
 
 
-def _table(heading: str, runners: Sequence[Runner]) -> Table:
+def _scores(runner: Runner, labels: Tensor) -> dict[str, float]:
+    """The scores of a run so far, with the calibration error of both confidences; zeros before the first image."""
+    answers = torch.tensor(runner.predictions, dtype=torch.long)
+    right = answers == labels[: len(answers)]
+    errors = {
+        name: ExpectedCalibrationError().update_answers(torch.tensor(found), right).compute() if len(answers) else 0.0
+        for name, found in (
+            ("calibration_error", runner.confidences),
+            ("calibrated_error", runner.calibrated),
+        )
+    }
+    share = runner.accuracy.compute() if len(answers) else 0.0
+    return {"accuracy": share, "seconds": runner.seconds} | errors
+
+
+def _table(heading: str, runners: Sequence[Runner], labels: Tensor) -> Table:
     table = Table(title=heading, title_justify="left", title_style="bold", min_width=60)
-    for name in ("method", "images", "accuracy", "gain", "ms per image"):
+    table.caption, table.caption_justify = "ECE: gap between confidence and accuracy, in points", "left"
+    for name in ("method", "images", "accuracy", "gain", "ECE", "calibrated", "ms per image"):
         table.add_column(name, justify="left" if name == "method" else "right")
-    points = [100 * runner.accuracy.compute() if runner.predictions else 0.0 for runner in runners]
-    for runner, share in zip(runners, points, strict=True):
-        seen, gain = len(runner.predictions), share - points[0]
+    scores = [_scores(runner, labels) for runner in runners]
+    for runner, found in zip(runners, scores, strict=True):
+        seen, gain = len(runner.predictions), 100 * (found["accuracy"] - scores[0]["accuracy"])
         table.add_row(
             runner.name,
             str(seen),
-            f"{share:.1f}%",
+            f"{found['accuracy']:.1%}",
             "" if runner is runners[0] else f"[{'green' if gain > 0 else 'red'}]{gain:+.1f}[/]",
+            f"{100 * found['calibration_error']:.1f}",
+            f"{100 * found['calibrated_error']:.1f}",
             f"{1000 * runner.seconds / max(1, seen):.2f}",
         )
     return table

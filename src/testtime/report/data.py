@@ -64,10 +64,11 @@ class Answers:
     seconds: float = math.nan  # for the whole stream
     settings: Mapping[str, object] = field(default_factory=dict)
     brier: float | None = None  # 0 to 2; it needs every class's probability, so it is computed beforehand
+    calibrated: Sequence[float] = ()  # calibrated confidences; empty if unknown
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "predictions", plain(self.predictions))
-        object.__setattr__(self, "confidences", plain(self.confidences))
+        for name in ("predictions", "confidences", "calibrated"):
+            object.__setattr__(self, name, plain(getattr(self, name)))
 
 
 class Queued(NamedTuple):

@@ -42,6 +42,7 @@ class Runner:
     session: Session
     predictions: list[int] = field(default_factory=list)
     confidences: list[float] = field(default_factory=list)
+    calibrated: list[float] = field(default_factory=list)
     seconds: float = 0.0  # spent in the method
     accuracy: Accuracy = field(default_factory=Accuracy)
     brier: Brier | None = field(default_factory=Brier)  # None if not requested, or not computable
@@ -58,6 +59,7 @@ class Runner:
         probabilities = self.session.method.probabilities(logits).cpu()
         self.predictions += answers.tolist()
         self.confidences += probabilities.gather(1, answers[:, None])[:, 0].clamp(0, 1).tolist()
+        self.calibrated += self.session.calibrated.tolist()
         if labels is not None:
             self.accuracy.update(answers, labels)
         if labels is not None and self.brier is not None:
@@ -72,6 +74,7 @@ class Runner:
             self.seconds,
             registry.settings_of(self.session.method),
             self.brier.compute() if self.brier is not None and self.brier.images else None,
+            self.calibrated,
         )
 
 

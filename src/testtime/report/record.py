@@ -50,8 +50,10 @@ class Record:
             return
         self.baseline.predictions.append(prediction.zero_shot_index)
         self.baseline.confidences.append(prediction.zero_shot_confidence)
+        self.baseline.calibrated.append(prediction.zero_shot_confidence)
         self.method.predictions.append(prediction.index)
         self.method.confidences.append(prediction.confidence)
+        self.method.calibrated.append(prediction.calibrated)
         self.images.append(seen.source if isinstance(seen.source, str | StoredImage) else f"image {seen.index}")
         self.labels.append(self._given[seen.index - self._first])
         # reading the state costs a copy, so skip it if the state did not change

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from testtime.metrics import ExpectedCalibrationError, accuracy, macro_f1
 from testtime.report.chart import styles_of
@@ -14,6 +15,10 @@ from testtime.report.formatting import px
 from testtime.report.markup import WIDE, Cell, as_table, safe, scrolling, table
 
 BINS = 15  # of equal width, the usual number
+CALIBRATED = (
+    " The calibrated confidence softens each answer by a temperature that keeps the running mean confidence at "
+    "zero-shot's; it uses no labels and changes no answer."
+)
 SIDE, LEFT, TOP, FOOT = 200, 42, 10, 34  # pixels: the square, left of it, above it, and the histogram below it
 
 
@@ -48,11 +53,13 @@ def figure(report: StreamReport, slots: Mapping[str, int]) -> str:
     diagrams, rows, numbers = [], [], []
     labels = torch.tensor(report.labels)
     with_brier = any(answers.brier is not None for answers in report.answers)
+    with_calibrated = all(answers.calibrated for answers in report.answers)
     for answers, style in zip(report.answers, styles, strict=True):
         predictions = torch.tensor(answers.predictions)
         confidences = torch.tensor(answers.confidences, dtype=torch.float64)
         score = ExpectedCalibrationError(BINS).update_answers(confidences, predictions == labels)
         bins, error = reliability(score), score.compute()
+        calibrated = torch.tensor(answers.calibrated, dtype=torch.float64)
         diagrams.append(
             f'<li><span class="name {style}">{safe(answers.name)}</span> <span class="soft">ECE {100 * error:.1f}'
             f"</span>{_diagram(answers, bins, error, style.removesuffix(' last'))}</li>"
@@ -64,6 +71,7 @@ def figure(report: StreamReport, slots: Mapping[str, int]) -> str:
                 f"{confidences.mean():.1%}",
                 Cell(f"{accuracy(predictions, labels):.1%}", WIDE),
                 f"{100 * error:.1f}",
+                *([_error(calibrated, predictions == labels)] if with_calibrated else []),
                 *([brier] if with_brier else []),
                 f"{100 * macro_f1(predictions, labels):.1f}",
             ]
@@ -80,16 +88,21 @@ def figure(report: StreamReport, slots: Mapping[str, int]) -> str:
         ]
     brier_head = ["Brier"] if with_brier else []
     # a phone has no space for all columns, and accuracies are shown elsewhere too
-    head = ["Method", "Mean confidence", Cell("Accuracy", WIDE), "ECE, points", *brier_head, "Macro-F1"]
+    head = ["Method", "Mean confidence", Cell("Accuracy", WIDE), "ECE, points"]
+    head += ["ECE, calibrated"] * with_calibrated + brier_head + ["Macro-F1"]
     return (
         "<h3>Calibration</h3>"
         f"<p>Answers in {BINS} bins by confidence. A bar is the share of correct answers, the line across it their "
         "mean confidence; in a calibrated model both meet on the diagonal. The bars below count the images. ECE, the "
-        "expected calibration error, is the mean distance, weighted by images.</p>"
+        "expected calibration error, is the mean distance, weighted by images." + CALIBRATED * with_calibrated + "</p>"
         f'<figure><ul class="diagrams">{"".join(diagrams)}</ul></figure>'
         + scrolling(table(head, rows, kind="scores"))
         + as_table(["Method and confidence", "Images", "Mean confidence", "Correct"], numbers, "Bins as a table")
     )
+
+
+def _error(confidences: Tensor, right: Tensor) -> str:
+    return f"{100 * ExpectedCalibrationError(BINS).update_answers(confidences, right).compute():.1f}"
 
 
 def _diagram(answers: Answers, bins: Sequence[Bin], error: float, style: str) -> str:

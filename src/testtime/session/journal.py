@@ -22,7 +22,10 @@ from testtime.metrics import Accuracy
 from testtime.session.session import Seen, Session
 from testtime.types import InputError, Prediction, StateError, StoredImage
 
-COLUMNS = ("index", "image", "label", "confidence", "entropy", "zero_shot", "zero_shot_confidence", "learned")
+COLUMNS = (
+    "index", "image", "label", "confidence", "calibrated_confidence", "entropy", "zero_shot", "zero_shot_confidence",
+    "learned",
+)  # fmt: skip
 JOURNAL = "run"  # metadata key of a saved state: which images it has seen, and which rows belong to it
 AUTOSAVE = 200  # images between two saves of the state: the most that a crash can lose
 FORMULAS = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet evaluates a cell that starts with one of these
@@ -37,6 +40,7 @@ def row(index: int, image: object, prediction: Prediction) -> Row:
         "image": str(image),
         "label": prediction.label,
         "confidence": round(prediction.confidence, 6),
+        "calibrated_confidence": round(prediction.calibrated, 6),
         "entropy": round(prediction.entropy, 6),
         "zero_shot": prediction.zero_shot,
         "zero_shot_confidence": round(prediction.zero_shot_confidence, 6),

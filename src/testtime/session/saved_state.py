@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from testtime import files, registry
+from testtime.calibration import Calibration
 from testtime.steppers import aligned
 from testtime.types import MAX_VIEWS, Encoder, FeatureError, SettingError, StateError, Task, Variations, ViewPlan
 
@@ -49,7 +50,8 @@ def write(path: str | Path, session: Session, infinite: Collection[str], extra: 
     for name, tensor in state.items():
         if problem := _invalid_values(tensor, name in infinite):
             raise StateError(f"'{name}' {problem}, so the state cannot be used; it was not written to {path}.")
-    return files.write_tensors(path, {"task.text": task.text} | state, extra | metadata)
+    shared = {"task.text": task.text, "calibration": session.calibration.sums}
+    return files.write_tensors(path, shared | state, extra | metadata)
 
 
 def infinite_parts(state: Any) -> set[str]:
@@ -138,6 +140,17 @@ class Saved:
                     f"{self.path} is damaged: '{name}' {problem}. Resume from another state, or start again."
                 )
         return state
+
+    @property
+    def calibration(self) -> Calibration:
+        """That of the stream; older files lack it, and it starts again."""
+        fresh = Calibration()
+        if "calibration" not in self._file.keys():
+            return fresh
+        sums = self._filled("calibration", fresh.sums).cpu()
+        if not ((sums >= 0) & sums.isfinite()).all():
+            raise StateError(f"{self.path} is damaged: 'calibration' holds values that are no sums of confidences.")
+        return Calibration(sums)
 
     def _filled(self, name: str, fresh: Any) -> Any:
         """A state, or part of one, shaped like `fresh`, with the tensors of the file."""

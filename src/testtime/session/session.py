@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from testtime import registry
+from testtime.calibration import Calibration
 from testtime.machine.interrupts import deferred_interrupts
 from testtime.ops import unit_views
 from testtime.session import saved_state
@@ -128,6 +129,7 @@ class Session:
         with self._lock:
             self.state = initial_state(self.method, self.task)
             self._infinite = saved_state.infinite_parts(self._state)
+            self.calibration, self.calibrated = Calibration(), torch.empty(0)
             self.count = self.position = 0
 
     @property
@@ -148,7 +150,8 @@ class Session:
 
     def __getstate__(self) -> dict[str, object]:
         with self._lock:
-            return {**vars(self), "_state": self.state, "_stepper": None, "_lock": None, "observers": []}
+            own = {"_state": self.state, "_stepper": None, "_lock": None, "calibration": self.calibration.copy()}
+            return {**vars(self), **own, "observers": []}
 
     def __setstate__(self, members: dict[str, object]) -> None:
         vars(self).update(members, _lock=threading.RLock())  # a copy has its own lock
@@ -166,7 +169,7 @@ class Session:
         with self._lock:
             with torch.inference_mode():
                 logits = self._steps().peek(views)
-            return Prediction.of(self.task, self.method, logits[0], views[0], False, self.position)
+            return self._prediction(logits[0], views[0], False, self.calibration.copy())
 
     def warm_up(self, views: int | None = None) -> float:
         """Seconds of the warm-up, run now for images of so many views: loading, compiling, graph capture."""
@@ -176,13 +179,20 @@ class Session:
         return time.perf_counter() - start
 
     def scan(self, stream: Tensor) -> Tensor:
-        """Logits (N, C) of a chunk of features (N, V, D), learning along the way; all or nothing."""
+        """Logits (N, C) of a chunk of features (N, V, D), learning along the way; all or nothing.
+
+        `calibrated` are its calibrated confidences (N,) until the next chunk.
+        """
         with self._lock, deferred_interrupts():  # a stepper works in place
             views = unit_views(stream, self.task.text, self.position)
             with torch.inference_mode():
                 logits = self._steps().scan(views)[0]
+                probabilities = self.method.probabilities(logits)
+                frozen = self.task.zero_shot(views[:, 0]).softmax(-1).amax(-1)
             with self._marking_unusable():
                 check_finite(self.method, logits, self.position)
+                check_finite(self.method, probabilities, self.position)
+            self.calibrated = self.calibration.update(probabilities, frozen)
             self.count += len(stream)
             self.position += len(stream)
         return logits.clone()  # out of inference mode: an ordinary tensor
@@ -252,6 +262,7 @@ class Session:
             variations=variations, reference=reference,
         )  # fmt: skip
         session.state = file.state(session.state)
+        session.calibration = file.calibration
         session.count, session.position = file.count, file.position
         return session
 
@@ -265,10 +276,15 @@ class Session:
         with torch.inference_mode():
             logits, learned = self._steps().step(views)
         with self._marking_unusable():
-            prediction = Prediction.of(self.task, self.method, logits[0], views[0], learned, self.position)
+            prediction = self._prediction(logits[0], views[0], learned, self.calibration)
         self.count += 1
         self.position += 1
         return prediction
+
+    def _prediction(
+        self, logits: Tensor, feature: Tensor, learned: Tensor | bool, calibration: Calibration
+    ) -> Prediction:
+        return Prediction.of(self.task, self.method, logits, feature, learned, self.position, calibration)
 
     def _notify(self, entry: Encoded, prediction: Prediction | None) -> None:
         """Call every observer; errors are raised after all have been called."""
