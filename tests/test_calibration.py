@@ -16,6 +16,7 @@ from testtime.calibration import MEMORY, TEMPERATURES, Calibration
 from testtime.cli.demo import demo_stream, largest
 from testtime.metrics import ExpectedCalibrationError
 from testtime.session.session import Session
+from testtime.types import log_of
 
 
 @pytest.fixture(scope="module", params=[20, 100])
@@ -60,7 +61,7 @@ def test_zero_shot_keeps_its_own_confidence() -> None:
 def test_any_stream_gives_probabilities_and_the_mean_of_zero_shot(rows: list[list[float]], sure: list[float]) -> None:
     probabilities, frozen = torch.tensor(rows, dtype=torch.float64).softmax(-1), torch.tensor(sure[: len(rows)])
     calibration = Calibration()
-    found = calibration.update(probabilities, frozen)
+    found = calibration.update(log_of(probabilities), frozen)
     assert found.isfinite().all() and (found > 0).all() and (found <= 1).all()
     frozen_sum, *sums = calibration.sums.tolist()
     assert sums == sorted(sums)  # the colder, the surer
@@ -72,7 +73,7 @@ def test_any_stream_gives_probabilities_and_the_mean_of_zero_shot(rows: list[lis
     if sums[0] < frozen_sum < sums[-1]:
         low = max(i for i, total in enumerate(sums) if total < frozen_sum)
         share = (frozen_sum - sums[low]) / (sums[low + 1] - sums[low])
-        last = probabilities[-1].clamp_min(torch.finfo(torch.float64).tiny).log()
+        last = log_of(probabilities[-1])
         both = [float((last / TEMPERATURES[i]).softmax(-1).max()) for i in (low, low + 1)]
         assert float(found[-1]) == pytest.approx((1 - share) * both[0] + share * both[1], rel=1e-6)
 

@@ -7,18 +7,20 @@ is no better calibrated than the frozen classifier is.
 >>> from testtime.synthetic import toy
 >>> task, stream, labels = toy()
 >>> frozen = task.zero_shot(stream[:, 0]).softmax(-1).amax(-1)
->>> sure = (4 * task.zero_shot(stream[:, 0])).softmax(-1)
+>>> sure = (4 * task.zero_shot(stream[:, 0])).log_softmax(-1)
 >>> softened = Calibration().update(sure, frozen)
->>> f"{sure.amax(-1).mean():.2f} {softened.mean():.2f} {frozen.mean():.2f}"
+>>> f"{sure.amax(-1).exp().mean():.2f} {softened.mean():.2f} {frozen.mean():.2f}"
 '0.99 0.94 0.94'
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 import torch
 from torch import Tensor
 
-TEMPERATURES = (16.0, 8.0, 4.0, 2.0, 1.0, 0.5, 0.25)  # each half of the one before it
+TEMPERATURES = (16.0, 8.0, 4.0, 2.0, 1.0, 0.5)  # each half of the one before it
 MEMORY = 0.995  # an image's weight falls by this factor with every later one: the last 200 or so count
 
 
@@ -29,34 +31,29 @@ class Calibration:
     """
 
     def __init__(self, sums: Tensor | None = None) -> None:
-        """`sums` (8,) resumes an earlier stream: weighted sums of the frozen confidence, then at each temperature."""
+        """`sums` (7,) resumes an earlier stream: weighted sums of the frozen confidence, then at each temperature."""
         self.sums = torch.zeros(1 + len(TEMPERATURES), dtype=torch.float64) if sums is None else sums
 
     def copy(self) -> Calibration:
         """A second one that continues from here on its own."""
         return Calibration(self.sums)
 
-    def update(self, probabilities: Tensor, frozen: Tensor) -> Tensor:
-        """The calibrated confidence (N,) of each answer, by its probabilities (N, C) and the frozen confidence (N,)."""
-        found = torch.cat([frozen[:, None].to(probabilities), _confidences(probabilities)], 1).double().cpu()
-        sums = []
-        for row in found:
-            self.sums = MEMORY * self.sums + row
-            sums.append(self.sums)
-        means = torch.stack(sums) if sums else found
-        target, means, found = means[:, :1], means[:, 1:], found[:, 1:]
-        above = (means < target).sum(1, keepdim=True).clamp(1, len(TEMPERATURES) - 1)  # the first mean that is enough
-        low, high = means.gather(1, above - 1), means.gather(1, above)
-        weight = ((target - low) / (high - low).clamp_min(1e-12)).clamp(0, 1)
-        return found.gather(1, above - 1).lerp(found.gather(1, above), weight)[:, 0]
-
-
-def _confidences(probabilities: Tensor) -> Tensor:
-    """The confidence of each answer at every temperature: (N, C) -> (N, 7), ascending."""
-    logits = probabilities.clamp_min(torch.finfo(probabilities.dtype).tiny).log()
-    powers = ((logits - logits.amax(-1, keepdim=True)) / TEMPERATURES[0]).exp()
-    found = []
-    for _ in TEMPERATURES:
-        found.append(powers.sum(-1).reciprocal())
-        powers = powers * powers  # half the temperature
-    return torch.stack(found, -1)
+    def update(self, log_probabilities: Tensor, frozen: Tensor) -> Tensor:
+        """The calibrated confidence (N,) of each answer, given its log-probabilities (N, C), all finite, and the frozen
+        classifier's confidence (N,)."""
+        with torch.inference_mode():
+            powers = ((log_probabilities - log_probabilities.amax(-1, keepdim=True)) / TEMPERATURES[0]).exp()
+            columns = [frozen.reciprocal()]
+            for _ in TEMPERATURES:
+                columns.append(powers.sum(-1))
+                powers = powers * powers  # half the temperature
+            rows = torch.stack(columns, -1).cpu().double().reciprocal().tolist()
+        sums, found = self.sums.tolist(), []
+        for row in rows:  # plain numbers: a row is too short for tensors to be faster
+            sums = [MEMORY * total + value for total, value in zip(sums, row, strict=True)]
+            above = min(max(bisect_left(sums, sums[0], lo=1), 2), len(TEMPERATURES))  # the first that is sure enough
+            low, high = sums[above - 1], sums[above]
+            share = min(max((sums[0] - low) / max(high - low, 1e-12), 0.0), 1.0)
+            found.append((1 - share) * row[above - 1] + share * row[above])
+        self.sums = torch.tensor(sums, dtype=torch.float64)
+        return torch.tensor(found, dtype=torch.float64)

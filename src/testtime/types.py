@@ -151,8 +151,8 @@ class Prediction:
         probabilities, zero_shot = method.probabilities(answer), frozen.softmax(-1)
         check_finite(method, probabilities[None], image)  # they may overflow where logits do not
         index, zero_index = int(answer.argmax()), int(frozen.argmax())
-        calibrated = calibration.update(probabilities[None], zero_shot[zero_index][None])
-        log_p = probabilities.clamp_min(torch.finfo(probabilities.dtype).tiny).log()
+        log_p = log_of(probabilities)
+        calibrated = calibration.update(log_p[None], zero_shot[zero_index][None])
         return cls(
             label=task.classnames[index],
             confidence=float(probabilities[index]),
@@ -165,6 +165,11 @@ class Prediction:
             zero_shot_index=zero_index,
             logits=answer,
         )
+
+
+def log_of(probabilities: Tensor) -> Tensor:
+    """Logarithms, finite for a probability of zero too."""
+    return probabilities.clamp_min(torch.finfo(probabilities.dtype).tiny).log()
 
 
 def check_finite(method: Method, rows: Tensor, first: int) -> None:

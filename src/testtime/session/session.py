@@ -33,6 +33,7 @@ from testtime.types import (
     Variations,
     ViewPlan,
     check_finite,
+    log_of,
 )
 
 if TYPE_CHECKING:
@@ -192,7 +193,7 @@ class Session:
             with self._marking_unusable():
                 check_finite(self.method, logits, self.position)
                 check_finite(self.method, probabilities, self.position)
-            self.calibrated = self.calibration.update(probabilities, frozen)
+            self.calibrated = self.calibration.update(log_of(probabilities), frozen)
             self.count += len(stream)
             self.position += len(stream)
         return logits.clone()  # out of inference mode: an ordinary tensor
