@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from random import Random
 
 import pytest
 from small_data import make_folders
@@ -14,7 +15,7 @@ from testtime.experiments.catalogue import EXPERIMENTS
 from testtime.experiments.plan import Plan
 from testtime.experiments.run import page as page_of
 from testtime.experiments.run import run_experiment
-from testtime.report.data import Grid, Series, StreamReport, UnlabelledReport
+from testtime.report.data import Answers, Curve, Grid, Series, StreamReport, UnlabelledReport
 from testtime.report.gather import stream_report
 from testtime.report.page import html
 
@@ -26,9 +27,9 @@ if CHROMIUM is None:
 
 OPEN = "for (const d of document.querySelectorAll('details')) d.open = true"
 SIZES = [(1280, 900), (390, 844)]
-# pages of one stream, of images without labels, of two streams as in the demo, and of each kind of experiment:
+# pages of a stream, of images without labels, of two streams as in the demo, of a full matrix, of kinds of experiments:
 # a table of datasets, a table of rows, one with costs, a line, a heat map, a map of the queues
-KINDS = ["full", "bare", "several", "cross", "components", "efficiency", "steps", "tau-queue", "tsne"]
+KINDS = ["full", "bare", "several", "confused", "cross", "components", "efficiency", "steps", "tau-queue", "tsne"]
 ROWS = {"cross": ["CLIP", "DPE"], "efficiency": ["CLIP", "TDA", "DPE"]}
 
 
@@ -61,6 +62,13 @@ def pages(tmp_path_factory):
     )
     bare: UnlabelledReport = stream_report(task, stream, None, ["dpe"], images=paths)
     command = "testtime report " + "a-long-folder-name/" * 12 + "features.safetensors"
+    draw = Random(0)
+    labels = [draw.randrange(14) for _ in range(1500)]
+    guesses = [[label if draw.random() < 0.6 else draw.randrange(14) for label in labels] for _ in range(2)]
+    mixed = [Answers(name, made, [0.5] * 1500) for name, made in zip(("zeroshot", "dpe"), guesses, strict=True)]
+    curves = [Curve(each.name, [a == b for a, b in zip(each.predictions, labels, strict=True)], 1.0) for each in mixed]
+    confused = StreamReport("Confused", "", curves, task.classnames, labels, {}, answers=mixed)
+    (folder / "confused.html").write_text(html([confused], {}, "A report"))
     for name, sections in (("full", [full]), ("bare", [bare]), ("several", [full, replace(full, title="Again")])):
         (folder / f"{name}.html").write_text(html(sections, {"Command": command}, "A report"))
     plan = Plan(folder / "runs", load_encoder("tiny"), report=lambda line: None)
@@ -139,8 +147,8 @@ def test_every_cell_of_a_table_that_scrolls_can_be_reached_beside_its_name(visit
 
 @pytest.mark.parametrize("size", SIZES, ids=["desk", "phone"])
 def test_both_matrices_fit_and_no_cell_is_hidden(visit, size):
-    page = visit("full", size)
-    assert page.locator(".matrix").count() == 2
+    page = visit("confused", size)
+    assert page.locator(".matrix").count() == 2 and page.locator(".matrix tbody tr").count() == 24
     fits = page.evaluate("""() => [...document.querySelectorAll(".matrix")].map((box) => {
         const clear = [...box.querySelectorAll("tr")].every(({ children: [name, next] }) =>
             name.getBoundingClientRect().right <= next.getBoundingClientRect().left + 1);

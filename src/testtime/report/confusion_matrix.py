@@ -54,7 +54,8 @@ def _table(report: StreamReport, answers: Answers, chosen: Sequence[int], totals
     for number, truth in enumerate(chosen, start=1):
         name = safe(short(str(report.classnames[truth]), 22))
         cells = _cells(found, truth, chosen, totals[truth]) if totals[truth] else _empty(len(chosen) + 1)
-        rows.append(f'<tr><th scope="row"><small>{number}</small> <span>{name}</span></th>{cells}</tr>')
+        head = f'<small>{number}</small> <span title="{names[number - 1]}">{name}</span>'
+        rows.append(f'<tr><th scope="row">{head}</th>{cells}</tr>')
     return scrolling(
         f'<table><caption>{safe(answers.name)}</caption><thead><tr><th scope="col"><span>Label</span></th>{numbers}'
         f'<th scope="col">other</th></tr></thead><tbody>{"".join(rows)}</tbody></table>',
