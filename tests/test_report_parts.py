@@ -149,7 +149,9 @@ def test_the_classes_that_take_part_in_most_changes_are_chosen():
 def test_the_matrix_counts_every_answer_of_a_row():
     labels, before, after = [0, 0, 0, 1, 1], [0, 1, 1, 1, 2], [0, 0, 0, 1, 1]
     page = confusion_matrix.confusion_matrix(stream(labels, before, after))
-    rows = re.findall(r'<tr><th scope="row"><small>\d</small> <span title="class \d">class (\d)</span></th>(.*?)</tr>', page)
+    rows = re.findall(
+        r'<tr><th scope="row"><small>\d</small> <span title="class \d">class (\d)</span></th>(.*?)</tr>', page
+    )
     cells = [(int(name), [int(text or 0) for text in re.findall(r"<td[^>]*>(\d*)</td>", row)]) for name, row in rows]
     assert cells[:2] == [(0, [1, 2, 0, 0]), (1, [0, 1, 1, 0])]  # zero-shot as 0, 1, 2 and other
     assert cells[3:5] == [(0, [3, 0, 0, 0]), (1, [0, 2, 0, 0])]  # dpe
