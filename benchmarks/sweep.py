@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if options.stream == "demo":
-        task, stream, _ = demo_stream()
+        task, stream, *_ = demo_stream()
         stream = stream[: options.images]
     else:
         task, stream, _ = tt.toy(classes=options.classes, dim=512, images=options.images, views=1)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from testtime.methods.dpe import DPE
 from testtime.types import InputError
 
 SYSTEMS = ["zero-shot", "ensemble", "DPE"]
+LATEX = re.compile(r"\b(tab|table|fig):[a-zA-Z]")
 ONE = [name for name, experiment in EXPERIMENTS.items() if not experiment.datasets and experiment.measure == "scores"]
 
 
@@ -87,8 +89,11 @@ def test_each_experiment_runs_on_your_own_folder(name, folders, plan) -> None:
     assert all(row["images"] == 9 for row in ran)
     for row in result["rows"]:
         assert row["published"] is None or row["published_for"] == "imagenet, RN50"
-    shown = markdown(result["title"], sheets(result), remarks(result))
-    assert shown.startswith(f"# {EXPERIMENTS[name].title}") and "Text on pets" in shown
+        assert not row["comparable"]
+    shown = markdown(EXPERIMENTS[name].heading, sheets(result), remarks(result))
+    assert shown.startswith(f"# {EXPERIMENTS[name].heading}") and "Text on pets" in shown
+    for text in (shown, page(result, {"pets": dataset})):
+        assert not LATEX.search(text)
     assert json.loads(json.dumps(result)) == result
 
 
@@ -133,15 +138,56 @@ def test_published_numbers_match_only_the_same_dataset_backbone_and_images(tmp_p
     keep = ["CLIP", "DPE"]
     rows = run_experiment("cross", {"tiny": plan}, {"oxford-pets": dataset}, keep)["rows"]
     assert [row["published_for"] for row in rows] == ["oxford-pets, RN50"] * 2  # another backbone
-    assert [row["published"] for row in rows] == [83.57, 85.97]
+    assert [row["published"] for row in rows] == [83.57, 85.97] and not any(row["comparable"] for row in rows)
     monkeypatch.setitem(recipes.BACKBONES, "tiny", "ViT-B/16")
     rows = run_experiment("cross", {"tiny": plan}, {"oxford-pets": dataset}, keep)["rows"]
     assert [row["published"] for row in rows] == [88.25, 91.14]
     assert [row["published_for"] for row in rows] == ["oxford-pets, ViT-B/16"] * 2  # 37 images, and not 3,669
+    assert not any(row["comparable"] for row in rows)
     small = recipes.recipe("oxford-pets").benchmark._replace(images=37)
     monkeypatch.setattr("testtime.experiments.recipes.benchmark", lambda name: small)
-    rows = run_experiment("cross", {"tiny": plan}, {"oxford-pets": dataset}, keep)["rows"]
-    assert [row["published_for"] for row in rows] == [SAME] * 2
+    result = run_experiment("cross", {"tiny": plan}, {"oxford-pets": dataset}, keep)
+    assert [(row["published_for"], row["comparable"]) for row in result["rows"]] == [(SAME, True)] * 2
+    (sheet,) = sheets(result)  # beside the measured ones, and nothing apart
+    assert sheet.header[-1] == "published" and [float(row[-1]) for row in sheet.rows] == [
+        row["published"] for row in result["rows"]
+    ]
+    assert sheet.rows[0][0] == "CLIP" and "Published: Table 2 of the paper, accuracy in percent." in remarks(result)
+
+
+def test_published_numbers_that_are_not_comparable_stand_apart(folders, plan, capsys) -> None:
+    columns = {"pets": open_dataset(folders)}
+    for name, head in (("efficiency", ["row", "ImageNet", "time"]), ("learnable", ["row", "ImageNet, gain"])):
+        result = run_experiment(name, {"tiny": plan}, columns)
+        measured, apart = sheets(result)
+        assert not any("published" in cell for cell in measured.header) and not measured.apart and apart.apart
+        assert apart.title == "Published, CLIP RN50, ImageNet (50,000 images): not comparable with this run"
+        assert apart.header == head and not any("Published:" in line for line in remarks(result))
+        text = markdown("T", [measured, apart], remarks(result))
+        assert text.index(measured.rows[-1][0]) < text.index(f"## {apart.title}") < text.index(apart.rows[-1][1])
+        shown = page(result, columns)
+        assert f"<summary>{apart.title}</summary>" in shown
+        assert shown.index(apart.rows[-1][1]) > shown.index("<summary>Published")
+    assert [
+        row["lines"].keys() for row in report_parts(run_experiment("steps", {"tiny": plan}, columns))["series"]
+    ] == [{"measured"}]
+
+
+def test_a_row_named_after_clip_says_what_ran_in_its_place(folders, plan, monkeypatch) -> None:
+    result = run_experiment("efficiency", {"tiny": plan}, {"pets": open_dataset(folders)}, ["CLIP"])
+    measured, apart = sheets(result)
+    assert measured.rows[0][0] == "zero-shot (tiny)" and apart.rows[0][:2] == ["CLIP", "59.81"]
+    assert result["rows"][0]["row"] == "CLIP"  # under which --row finds it
+    monkeypatch.setitem(recipes.BACKBONES, "tiny", "RN50")
+    assert sheets(result)[0].rows[0][0] == "CLIP"
+
+
+def test_no_table_or_list_names_a_latex_label(folders, plan, capsys) -> None:
+    assert command("bench", "list") == 0
+    listed = capsys.readouterr().out
+    assert "Table A5" in listed and "Figure 4, left" in listed and not LATEX.search(listed)
+    for experiment in EXPERIMENTS.values():
+        assert not LATEX.search(experiment.heading) and (experiment.place or not experiment.table)
 
 
 def test_a_table_of_benchmarks_says_what_is_missing(tmp_path, plan) -> None:
@@ -150,21 +196,28 @@ def test_a_table_of_benchmarks_says_what_is_missing(tmp_path, plan) -> None:
     result = run_experiment("cross", {"tiny": plan, "other": "no weights"}, columns, ["CLIP", "DPE", "DiffTPT"])
     ran = [(row["encoder"], row["column"]) for row in result["rows"] if "accuracy" in row]
     assert ran == [("tiny", "dtd")] * 2
-    first, second = sheets(result)
+    first, second, apart = sheets(result)  # what is not comparable is the same for both encoders
     assert first.header == ["method", *columns, "average"]
-    assert first.rows[0][4].endswith("(40.37)") and not first.rows[0][4].startswith("-")
-    assert first.rows[0][-1] == "- (55.82)" and second.rows[0][4] == "- (40.37)"
+    assert float(first.rows[0][4]) >= 0 and first.rows[0][-1] == second.rows[0][4] == "-"
+    assert apart.title.startswith("Published, CLIP RN50, the test sets of 10 benchmarks: not comparable")
+    assert apart.rows[0][0] == "CLIP" and apart.rows[0][4] == "40.37" and apart.rows[0][-1] == "55.82"
     below = "\n".join(remarks(result))
     assert "EuroSAT is not in" in below and "no weights" in below and "diffusion" in below
 
 
-def test_the_published_spread_and_the_mean_of_all_datasets_are_shown(tmp_path, plan) -> None:
+def test_the_mean_of_all_datasets_is_shown(tmp_path, plan) -> None:
     make_folders(tmp_path / "own", images=2)
     columns = {name: open_dataset(tmp_path / "own") for name in EXPERIMENTS["ood"].datasets}
     result = run_experiment("ood", {"tiny": plan}, columns, ["CLIP"])
-    line = sheets(result)[0].rows[0]
-    accuracy = f"{100 * result['rows'][0]['accuracy']:.2f}"
-    assert line[-2:] == [f"{accuracy} (44.18)", f"{accuracy} (40.69)"]
+    measured, apart = sheets(result)
+    assert measured.rows[0][-2:] == [f"{100 * result['rows'][0]['accuracy']:.2f}"] * 2
+    assert apart.rows[0][-2:] == ["44.18", "40.69"]
+    missing = run_experiment(
+        "ood", {"open_clip:RN50/openai": "no weights"}, dict.fromkeys(columns, "missing"), ["CLIP"]
+    )
+    (sheet,) = sheets(missing)  # the paper's own backbone and datasets
+    assert sheet.title == "open_clip:RN50/openai; measured (published)"
+    assert sheet.rows[0][:2] == ["CLIP", "- (58.16)"] and sheet.rows[0][-2:] == ["- (44.18)", "- (40.69)"]
 
 
 # figures
@@ -178,7 +231,7 @@ def test_two_axes_make_a_grid_and_one_makes_a_line_for_each_setting(folders, pla
     assert len(grid["values"]) == 6 and all(len(row) == 7 and None not in row for row in grid["values"])
     series = report_parts(run_experiment("alpha-beta", {"tiny": plan}, columns))["series"]
     assert [part["x"] for part in series] == ["alpha", "beta"] and series[0]["xs"] == [2.5, 4.0, 5.0, 6.0, 7.5, 10.0]
-    assert series[0]["lines"]["published"][3] == pytest.approx(0.6341)
+    assert list(series[0]["lines"]) == ["measured"]  # the paper's are of ImageNet
     assert report_parts(run_experiment("losses", {"tiny": plan}, columns)) == {"grids": [], "series": []}
 
 
@@ -274,7 +327,8 @@ def test_the_command_prints_writes_and_explains(folders, tmp_path, capsys) -> No
     common = ("--encoder", "tiny", "--out", tmp_path / "o")
     assert command("bench", "losses", folders, *common) == 0
     shown = capsys.readouterr()
-    assert "alignment" in shown.out and "63.41" in shown.out and "losses.md" in shown.err
+    assert "alignment" in shown.out and "63.41" not in shown.out and "losses.md" in shown.err
+    assert "not comparable with this run, so listed only in losses.md" in " ".join(shown.err.split())
     assert "| both |" in (tmp_path / "o" / "losses.md").read_text()
     assert command("bench", "losses", folders, *common, "--json") == 0
     assert json.loads(capsys.readouterr().out) == json.loads((tmp_path / "o" / "losses.json").read_text())

@@ -21,8 +21,8 @@ from testtime.types import log_of
 
 @pytest.fixture(scope="module", params=[20, 100])
 def demo(request: pytest.FixtureRequest) -> tuple[tt.Task, torch.Tensor, torch.Tensor]:
-    task, views, labels = demo_stream()
-    return largest(task, views, labels, request.param)
+    task, views, labels, _ = largest(demo_stream(), request.param)
+    return task, views, labels
 
 
 def scores(task: tt.Task, views: torch.Tensor, labels: torch.Tensor, method: str) -> tuple[float, float, float]:

@@ -8,6 +8,7 @@ import pytest
 from testtime import registry
 from testtime.datasets import templates
 from testtime.experiments import recipes
+from testtime.experiments.catalogue import EXPERIMENTS
 from testtime.experiments.recipes import find_recipe, published, read_recipe, recipe
 from testtime.types import InputError, UnknownName, ViewPlan
 
@@ -57,6 +58,26 @@ def test_every_published_number_is_in_its_table(paper) -> None:
         for row, time in table.time.items():
             assert re.search(rf"{row}.*&\s*{re.escape(time)}\s*&", latex), (label, row)
     assert checked > 300
+
+
+def test_tables_and_figures_have_the_numbers_of_the_paper(paper) -> None:
+    """Numbered in the order of their captions; the appendix starts again, with its section's letter."""
+    places, start = {}, paper.index("\\appendix")
+    for part, letter in ((paper[:start], ""), (paper[start : paper.index("\\section{Further Discussions")], "A")):
+        counts = {"Table": 0, "Figure": 0}
+        for caption in re.finditer(r"\\caption\{", part):
+            before = part[: caption.start()]
+            kinds = re.findall(r"\\begin\{(?:wrap)?(table|figure)\*?\}|@captype\{(table)\}", before)
+            kind = "".join(kinds[-1]).capitalize()
+            counts[kind] += 1
+            label = re.search(r"\\label\{((?:tab|table|fig):[^}]*)\}", part[caption.start() :])
+            places[label[1]] = f"{kind} {letter}{counts[kind]}"
+    for experiment in EXPERIMENTS.values():
+        if experiment.table:
+            label, _, side = experiment.table.partition(" ")
+            assert experiment.place == places[label] + f", {side}" * bool(side)
+    assert {EXPERIMENTS[name].place.partition(",")[0] for name in ("tau-queue", "lambda")} == {places["fig:ablation"]}
+    assert EXPERIMENTS["tsne"].place == places["fig:tsne"]
 
 
 def test_rows_of_tables_are_beside_their_names(paper) -> None:

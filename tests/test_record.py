@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import re
 from pathlib import Path
 
 import pytest
@@ -93,6 +95,13 @@ def test_a_run_writes_its_report(cli, photos, tmp_path) -> None:
     text = page.read_text()
     assert "Accuracy so far" in text and "shuffled, seed 3" in text and "data:image/jpeg;base64," in text
     assert "reading and encoding included" in text and "https://" not in text
+    rows = list(csv.DictReader((tmp_path / "a.csv").read_text().splitlines()))
+    wrong = [row for row in rows if row["label"] != Path(row["image"]).parent.name]
+    shown = text[text.index("<h3>Wrong answers") : text.index("<h3>Calibration")]
+    assert f"dpe is wrong on {len(wrong)} of {len(rows)} images" in shown and wrong
+    assert re.findall(r'title="([^"]+)"', shown) == [
+        Path(row["image"]).name for row in sorted(wrong, key=lambda row: -float(row["confidence"]))
+    ]
 
 
 def test_an_unlabelled_run_and_a_resumed_run_write_their_reports(cli, photos, tmp_path) -> None:

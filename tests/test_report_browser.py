@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import shutil
+from random import Random
 
 import pytest
+from small_data import make_folders
 
 import testtime as tt
-from testtime.report.data import Grid, Series, StreamReport, UnlabelledReport
+from testtime import load_encoder
+from testtime.datasets import open_dataset
+from testtime.experiments.catalogue import EXPERIMENTS
+from testtime.experiments.plan import Plan
+from testtime.experiments.run import page as page_of
+from testtime.experiments.run import run_experiment
+from testtime.report.data import Answers, Curve, Grid, Series, StreamReport, UnlabelledReport
 from testtime.report.gather import stream_report
 from testtime.report.page import html
 
@@ -17,7 +25,12 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 if CHROMIUM is None:
     pytest.skip("no chromium on this machine", allow_module_level=True)
 
+OPEN = "for (const d of document.querySelectorAll('details')) d.open = true"
 SIZES = [(1280, 900), (390, 844)]
+# pages of a stream, of images without labels, of two streams as in the demo, of a full matrix, of kinds of experiments:
+# a table of datasets, a table of rows, one with costs, a line, a heat map, a map of the queues
+KINDS = ["full", "bare", "several", "confused", "cross", "components", "efficiency", "steps", "tau-queue", "tsne"]
+ROWS = {"cross": ["CLIP", "DPE"], "efficiency": ["CLIP", "TDA", "DPE"]}
 
 
 def images(folder, number):
@@ -32,7 +45,7 @@ def images(folder, number):
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
-    """A page of a labelled stream with every part, and one without labels."""
+    """A page of a labelled stream with every part, one without labels, one of two streams, and experiments."""
     from dataclasses import replace
 
     folder = tmp_path_factory.mktemp("pages")
@@ -49,9 +62,27 @@ def pages(tmp_path_factory):
     )
     bare: UnlabelledReport = stream_report(task, stream, None, ["dpe"], images=paths)
     command = "testtime report " + "a-long-folder-name/" * 12 + "features.safetensors"
-    for name, report in (("full", full), ("bare", bare)):
-        (folder / f"{name}.html").write_text(html([report], {"Command": command}, "A report"))
-    return {name: (folder / f"{name}.html").as_uri() for name in ("full", "bare")}
+    draw = Random(0)
+    labels = [draw.randrange(14) for _ in range(1500)]
+    guesses = [[label if draw.random() < 0.6 else draw.randrange(14) for label in labels] for _ in range(2)]
+    mixed = [Answers(name, made, [0.5] * 1500) for name, made in zip(("zeroshot", "dpe"), guesses, strict=True)]
+    curves = [Curve(each.name, [a == b for a, b in zip(each.predictions, labels, strict=True)], 1.0) for each in mixed]
+    confused = StreamReport("Confused", "", curves, task.classnames, labels, {}, answers=mixed)
+    (folder / "confused.html").write_text(html([confused], {}, "A report"))
+    for name, sections in (("full", [full]), ("bare", [bare]), ("several", [full, replace(full, title="Again")])):
+        (folder / f"{name}.html").write_text(html(sections, {"Command": command}, "A report"))
+    plan = Plan(folder / "runs", load_encoder("tiny"), report=lambda line: None)
+    own = {"a-folder-with-a-long-name": open_dataset(make_folders(folder / "own", images=6))}
+    for name in EXPERIMENTS.keys() & set(KINDS):
+        plans, columns = {"tiny": plan}, own
+        if datasets := EXPERIMENTS[name].datasets:
+            plans = plans | {"open_clip:RN50/openai": "no weights"}
+            columns = dict.fromkeys(datasets, "missing: " + "/a-long-path" * 20) | {
+                datasets[0]: next(iter(own.values()))
+            }
+        result = run_experiment(name, plans, columns, ROWS.get(name), [6, 18] if name == "tsne" else None)
+        (folder / f"{name}.html").write_text(page_of(result, columns, command))
+    return {name: (folder / f"{name}.html").as_uri() for name in KINDS}
 
 
 @pytest.fixture(scope="module")
@@ -85,20 +116,48 @@ def visit(browser, pages):
 
 
 @pytest.mark.parametrize("size", SIZES, ids=["desk", "phone"])
-@pytest.mark.parametrize("name", ["full", "bare"])
+@pytest.mark.parametrize("name", KINDS)
 def test_nothing_hangs_over_the_edge(visit, name, size):
     page = visit(name, size)
-    page.evaluate("for (const d of document.querySelectorAll('details')) d.open = true")
-    assert page.evaluate("document.documentElement.scrollWidth") <= size[0]
+    page.evaluate(OPEN)
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     over = page.evaluate("""() => [...document.querySelectorAll("main *")].filter((node) =>
         !node.closest(".scroll, .hidden, svg") && node.getBoundingClientRect().right > innerWidth + 1)
         .map((node) => node.outerHTML.slice(0, 80))""")
     assert over == []
 
 
-def test_the_matrix_of_answers_fits_on_a_desk(visit):
-    page = visit("full")
-    assert page.locator(".matrix").evaluate("node => node.scrollWidth <= node.clientWidth")
+@pytest.mark.parametrize("size", SIZES, ids=["desk", "phone"])
+@pytest.mark.parametrize("name", KINDS)
+def test_every_cell_of_a_table_that_scrolls_can_be_reached_beside_its_name(visit, name, size):
+    """Scrolled to its end, a table shows its last column, and its first stays where it was."""
+    page = visit(name, size)
+    page.evaluate(OPEN)
+    boxes = page.evaluate("""() => [...document.querySelectorAll(".scroll")].map((box) => {
+        const edge = box.getBoundingClientRect(), rows = [...box.querySelectorAll("tr")];
+        box.scrollLeft = 1e6;
+        const at = (node) => node.getBoundingClientRect();
+        return { named: rows.every((row) => Math.abs(at(row.firstElementChild).left - edge.left) < 3),
+            reached: rows.every((row) => at(row.lastElementChild).right <= edge.right + 1),
+            covered: rows.some((row) => row.children.length > 1
+                && at(row.lastElementChild).left < at(row.firstElementChild).right - 1) } })""")
+    assert boxes == [{"named": True, "reached": True, "covered": False}] * len(boxes)
+    assert boxes or name == "tsne"
+
+
+@pytest.mark.parametrize("size", SIZES, ids=["desk", "phone"])
+def test_both_matrices_fit_and_no_cell_is_hidden(visit, size):
+    page = visit("confused", size)
+    assert page.locator(".matrix").count() == 2 and page.locator(".matrix tbody tr").count() == 24
+    fits = page.evaluate("""() => [...document.querySelectorAll(".matrix")].map((box) => {
+        const clear = [...box.querySelectorAll("tr")].every(({ children: [name, next] }) =>
+            name.getBoundingClientRect().right <= next.getBoundingClientRect().left + 1);
+        return clear && box.scrollWidth <= box.clientWidth })""")
+    assert fits == [True, True]
+    names = page.locator(".matrix tbody th span").evaluate_all(
+        "all => all.map((e) => e.getBoundingClientRect().width > 9)"
+    )
+    assert all(names) if size == SIZES[1] else any(names)  # on a desk, the second repeats only the numbers
 
 
 @pytest.mark.parametrize("size", SIZES, ids=["desk", "phone"])

@@ -149,17 +149,20 @@ def test_the_classes_that_take_part_in_most_changes_are_chosen():
 def test_the_matrix_counts_every_answer_of_a_row():
     labels, before, after = [0, 0, 0, 1, 1], [0, 1, 1, 1, 2], [0, 0, 0, 1, 1]
     page = confusion_matrix.confusion_matrix(stream(labels, before, after))
-    rows = re.findall(r'<tr><th scope="row"><small>\d</small> class (\d)</th>(.*?)</tr>', page)
-    cells = {int(name): [int(text or 0) for text in re.findall(r"<td[^>]*>(\d*)</td>", row)] for name, row in rows}
-    assert cells[0] == [1, 2, 0, 0, 3, 0, 0, 0]  # zero-shot as 0, 1, 2 and other, then dpe
-    assert cells[1] == [0, 1, 1, 0, 0, 2, 0, 0]
-    assert sum(map(sum, cells.values())) == 2 * len(labels)
+    rows = re.findall(
+        r'<tr><th scope="row"><small>\d</small> <span title="class \d">class (\d)</span></th>(.*?)</tr>', page
+    )
+    cells = [(int(name), [int(text or 0) for text in re.findall(r"<td[^>]*>(\d*)</td>", row)]) for name, row in rows]
+    assert cells[:2] == [(0, [1, 2, 0, 0]), (1, [0, 1, 1, 0])]  # zero-shot as 0, 1, 2 and other
+    assert cells[3:5] == [(0, [3, 0, 0, 0]), (1, [0, 2, 0, 0])]  # dpe
+    assert sum(sum(row) for _, row in cells) == 2 * len(labels)
+    assert page.count("no images") == 2 and cells[2][1] == []  # of class 2, which is only an answer
 
 
 def test_answers_outside_the_matrix_are_counted_as_other(monkeypatch):
     monkeypatch.setattr(confusion_matrix, "most_changed", lambda *_: [0])
     page = confusion_matrix.confusion_matrix(stream([0, 0, 0], [1, 2, 0], [0, 0, 3]))
-    assert re.findall(r"<td[^>]*>(\d*)</td>", page)[1:] == ["1", "2", "2", "1"]  # after the corner
+    assert re.findall(r"<td[^>]*>(\d*)</td>", page) == ["1", "2", "2", "1"]
 
 
 def test_no_change_makes_no_matrix():
@@ -295,6 +298,35 @@ def test_examples_are_what_was_corrected_and_broken_most_confident_first():
     assert changed_answers.corrected_and_broken(made) == ([1, 0], [2])
 
 
+def test_wrong_answers_are_shown_most_confident_first_with_all_that_was_said():
+    given = [answers("zeroshot", [1, 2, 0, 3]), answers("dpe", [1, 1, 2, 0], [0.4, 0.98, 0.5, 1.0])]
+    made = stream([0, 0, 0, 0], [], [], answers=given, thumbnails=dict.fromkeys(range(4), PIXEL))
+    assert changed_answers.wrong(made) == [1, 2, 0]
+    page = changed_answers.wrong_answers(made, 7)
+    assert "dpe is wrong on 3 of 4 images, most confident first" in page
+    assert re.findall(r"t7-(\d)", page) == ["1", "2", "0"]
+    first = page[page.index("<li>") : page.index("</li>")]
+    assert "<b>class 1</b>98%" in first and "label: class 0" in first and "zeroshot: class 2" in first
+    assert page in html([made], {}, "t").replace("t1-", "t7-")
+
+
+def test_wrong_answers_are_bounded_and_need_pictures(monkeypatch):
+    monkeypatch.setattr(changed_answers, "WRONG", 2)
+    shown = stream([0] * 5, [1] * 5, [2] * 5, thumbnails={0: PIXEL})
+    page = changed_answers.wrong_answers(shown, 1)
+    assert page.count("<li>") == 2 and "wrong on 5 of 5 images; 2 of the most confident are shown" in page
+    assert changed_answers.wrong_answers(stream([0], [1], [1]), 1) == ""
+    assert changed_answers.wrong_answers(stream([0], [1], [0], thumbnails={0: PIXEL}), 1) == ""
+
+
+def test_images_without_a_picture_are_passed_over():
+    shown = stream([0] * 3, [1, 0, 1], [2, 2, 2], names=["", "b.png", "c.png"], thumbnails={1: PIXEL})
+    assert changed_answers.wrong(shown) == [1, 2] and changed_answers.corrected_and_broken(shown) == ([], [1])
+    assert changed_answers.shown(shown) == [1, 2]
+    assert thumbnails.image_name(shown, 0) == "image 1"
+    assert "wrong on 3 of 3 images" in changed_answers.wrong_answers(shown, 1)
+
+
 # Without labels
 
 
@@ -350,12 +382,22 @@ def test_an_experiment_is_a_page_of_tables_and_figures() -> None:
     report = TablesReport(
         "Queue size",
         "seed 1",
-        [Table("on <pets>", ["row", "accuracy"], [["M = 1", "54.2"], ["M = 3", "55.1"]])],
+        [
+            Table("apart", ["row", "published"], [["M = 1", "62.91"]], apart=True),
+            Table("on <pets>", ["row", "accuracy"], [["M = 1", "54.2"], ["M = 3", "55.1"]]),
+        ],
         {"Command": "testtime bench queue-size pets"},
         grids=[Grid("both", "M", [1, 3], "tau", [0.1], [[0.542, None]])],
         series=[Series("one", "M", [1, 3], {"measured": [0.542, 0.551]})],
+        notes=["Not run: <b>"],
     )
     page = html([report], {}, "An experiment")
+    assert (
+        page.index("55.1")
+        < page.index("<li>Not run: &lt;b&gt;</li>")
+        < page.index("<summary>apart")
+        < page.index("62.91")
+    )
     assert "on &lt;pets&gt;" in page and "55.1" in page and page.count("<svg") >= 1
     with pytest.raises(InputError, match="a row of 1 cells under a head of 2"):
         html([TablesReport("t", "", [Table("t", ["a", "b"], [["x"]])], {})], {}, "t")

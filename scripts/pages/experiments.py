@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from pages import table
 from testtime.experiments import recipes
 from testtime.experiments.catalogue import EXPERIMENTS, SYSTEMS, TEXTS
@@ -18,9 +20,9 @@ def experiments() -> str:
     """Every experiment: what it shows, and where its published numbers are."""
     rows = []
     for name, entry in EXPERIMENTS.items():
-        where = f"[{entry.table}](#{_anchor(entry.table)})" if entry.table else ""
+        where = f"[{entry.place}](#{_anchor(entry.place)})" if entry.table else entry.place
         rows.append([f"`{name}`", entry.title, where, " ".join([f"{len(entry.rows)} rows.", entry.note]).strip()])
-    return table(["name", "what it shows", "published in", ""], rows) + "\n"
+    return table(["name", "what it shows", "in the paper", ""], rows) + "\n"
 
 
 def systems() -> str:
@@ -42,8 +44,10 @@ def settings() -> str:
 
 def published() -> str:
     """Every table of the paper."""
+    shown = {entry.table: entry for entry in EXPERIMENTS.values()}
     parts = [
-        f"### {label} {{ #{_anchor(label)} }}\n\n{_table(found)}\n" for label, found in recipes.published().items()
+        f"### {shown[key].heading} {{ #{_anchor(shown[key].place)} }}\n\n{_table(found)}\n"
+        for key, found in recipes.published().items()
     ]
     return "\n".join(parts)
 
@@ -67,5 +71,5 @@ def _table(published: Published) -> str:
     return "\n\n".join(parts)
 
 
-def _anchor(label: str) -> str:
-    return "published-" + "".join(letter if letter.isalnum() else "-" for letter in label)
+def _anchor(place: str) -> str:
+    return "published-" + "-".join(re.findall(r"\w+", place)).lower()

@@ -50,17 +50,21 @@ def list_(
 @app.command(epilog="Example:  testtime demo --out demo")
 def demo(
     output: Annotated[Path, typer.Option("--out", "-o", help="Folder for the HTML report.")] = Path("demo"),
+    images: Annotated[
+        str | None, typer.Option("--images", help="A copy of Caltech101, to show its photographs in the report.")
+    ] = None,
     as_json: Annotated[bool, flag("--json", help="One JSON object on standard output.")] = False,
 ) -> None:
-    """Watch adaptation on real photographs: a live table, then a report. No download, under a minute.
+    """Watch adaptation on features of real photographs: a live table, then a report. No download, under a minute.
 
-    The features of 2,465 Caltech101 photographs come with the package. Settings are each method's defaults.
+    The features of 2,465 Caltech101 photographs come with the package, the photographs do not: --images shows them.
+    Settings are each method's defaults.
     """
     from testtime.cli.demo import run_demo
     from testtime.files import check_folder
 
     check_folder(output)
-    run_demo(output, out if not as_json else err, as_json)
+    run_demo(output, out if not as_json else err, as_json, images)
 
 
 @app.command(epilog="Example:  testtime version")

@@ -166,7 +166,8 @@ def bench(
     from testtime.experiments.catalogue import EXPERIMENTS
 
     if name == "list":
-        _print("", ["name", "what it shows"], [[key, entry.title] for key, entry in EXPERIMENTS.items()], left=2)
+        lines = [[key, entry.title, entry.place] for key, entry in EXPERIMENTS.items()]
+        _print("", ["name", "what it shows", "in the paper"], lines, left=3)
         return
     from testtime.experiments.run import (
         find_columns,
@@ -208,9 +209,12 @@ def bench(
         print(json.dumps(result))
     else:
         measure = measure_of(experiment)
-        for sheet in measure.sheets(result):
-            _print(sheet.title, sheet.header, sheet.rows)
-        for line in measure.remarks(result):
+        found = measure.sheets(result)
+        for sheet in found:
+            if not sheet.apart:
+                _print(sheet.title, sheet.header, sheet.rows)
+        apart = [f"{sheet.title}, so listed only in {name}.md and {name}.html." for sheet in found if sheet.apart]
+        for line in [*measure.remarks(result), *apart]:
             note(line)
         note(f"Written to {output}/{name}.json, {name}.md and {name}.html.")
     if "rows" in result and not any("accuracy" in row for row in result["rows"]):

@@ -56,7 +56,8 @@ class Experiment(NamedTuple):
 
     title: str
     rows: tuple[Row, ...]
-    table: str = ""  # label in recipes/published.toml
+    table: str = ""  # its key in recipes/published.toml; `place` is for readers
+    place: str = ""  # where it is in the paper
     datasets: tuple[str, ...] = ()  # benchmarks, one per column; none: the dataset given
     encoders: tuple[str, ...] = ("offline",)  # if none is given
     axes: tuple[str, ...] = ()  # of the figure: one for a curve, two for a heat map
@@ -64,6 +65,15 @@ class Experiment(NamedTuple):
     note: str = ""
     views: int | None = None  # of every row, unless given; None: those of the dataset's recipe
     measure: str = "scores"  # the module of this package that measures and draws it
+
+    @property
+    def heading(self) -> str:
+        """Where it is in the paper, if it is there, and its title.
+
+        >>> EXPERIMENTS["queue-size"].heading
+        'Table A4: queue size M'
+        """
+        return f"{self.place}: {self.title[0].lower()}{self.title[1:]}" if self.place else self.title
 
 
 DIFFUSION = "DiffTPT needs views from a diffusion model; make them with testtime.images.diffusion and replay them"
@@ -105,25 +115,25 @@ EXPERIMENTS: dict[str, Experiment] = {
     "ood": Experiment(
         "Robustness to natural distribution shifts",
         compared("CLIP", "Ensemble", "CoOp", "TPT", "DiffTPT", "TDA", "TPS", "DMN-ZS", "DPE"),
-        "tab:ood-main", NATURAL, CLIPS,
+        "tab:ood-main", "Table 1", NATURAL, CLIPS,
         note="Published DMN-ZS chose its fusion weight with test labels; here the weight is fixed.",
     ),
     "cross": Experiment(
         "Cross-dataset generalisation", compared("CLIP", "Ensemble", "CoOp", "TPT", "DiffTPT", "TDA", "DPE"),
-        "tab:fine-grained", CROSS, CLIPS,
+        "tab:fine-grained", "Table 2", CROSS, CLIPS,
     ),
     "coop": Experiment(
         "Natural distribution shifts with prompts learned by CoOp",
-        compared("CoOp", "TPT + CoOp", "DiffTPT + CoOp", "DPE + CoOp"), "tab:ood-supp", NATURAL, CLIPS,
+        compared("CoOp", "TPT + CoOp", "DiffTPT + CoOp", "DPE + CoOp"), "tab:ood-supp", "Table A1", NATURAL, CLIPS,
     ),
     "openclip-l14": Experiment(
         "Natural distribution shifts with a larger model", compared("CLIP", "TDA", "DPE"),
-        "tab:ood-openclip", NATURAL, LARGE,
+        "tab:ood-openclip", "Table A2", NATURAL, LARGE,
     ),
     "efficiency": Experiment(
         "Testing time, accuracy and gain",
         (Row("CLIP", "zeroshot", text="ensemble"), *compared("TPT", "DiffTPT", "TDA", "TPS", "DPE")),
-        "table:efficiency", costs=("ms per image", "ms encoding", "time for all"),
+        "table:efficiency", "Table 3", costs=("ms per image", "ms encoding", "time for all"),
     ),
     "update-rules": Experiment(
         "Rules by which the text prototypes evolve",
@@ -134,12 +144,12 @@ EXPERIMENTS: dict[str, Experiment] = {
             Row("exponential 0.95", settings={"text_update": "exponential", "text_decay": 0.95}),
             Row("cumulative", settings={"text_update": "cumulative"}),
         ),
-        "table:update",
+        "table:update", "Table 4",
     ),
     "steps": Experiment(
         "Update steps of prototype residual learning",
         tuple(Row(str(steps), settings={"steps": steps}, at=(steps,)) for steps in (1, 2, 3, 4, 5)),
-        "table:step", axes=("steps",),
+        "table:step", "Table 5", axes=("steps",),
     ),
     "alpha-beta": Experiment(
         "Weight (alpha) and sharpness (beta) of the visual prototypes",
@@ -147,12 +157,12 @@ EXPERIMENTS: dict[str, Experiment] = {
             *(Row(f"alpha {x}", settings={"alpha": x}, at=(x,), line="alpha") for x in (2.5, 4.0, 5.0, 6.0, 7.5, 10.0)),
             *(Row(f"beta {x}", settings={"beta": x}, at=(x,), line="beta") for x in (2.0, 3.0, 4.0, 5.0, 6.0, 7.0)),
         ),
-        "tab:hyper", axes=("value",),
+        "tab:hyper", "Table A3", axes=("value",),
     ),
     "queue-size": Experiment(
         "Queue size M",
         tuple(Row(str(size), settings={"queue": size}, at=(size,)) for size in SIZES),
-        "tab:ablation-M", axes=("M",),
+        "tab:ablation-M", "Table A4", axes=("M",),
         note="The paper shows Caltech101 in a figure without numbers, ImageNet in a table.",
     ),
     "tau-queue": Experiment(
@@ -162,7 +172,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             for tau in THRESHOLDS
             for size in SIZES
         ),
-        axes=("tau", "M"),
+        place="Figure 4, left", axes=("tau", "M"),
         note="The paper shows this as a figure on Caltech101, RN50; its text names tau 0 and 0.1, finds tau 0.1 with M "
         "3 best, and every cell with tau from 0.1 and M above 3 over 90.3%. The other values of tau are ours.",
     ),
@@ -174,13 +184,13 @@ EXPERIMENTS: dict[str, Experiment] = {
             Row("text", settings={"lr_image": 0.0}),
             Row("both"),
         ),
-        "fig:ablation middle",
+        "fig:ablation middle", "Figure 4, middle",
         note="The paper's figure has no numbers; its text gives the points gained over the first row.",
     ),
     "lambda": Experiment(
         "Weight lambda of the alignment loss",
         tuple(Row(str(weight), settings={"align_weight": weight}, at=(weight,)) for weight in WEIGHTS),
-        axes=("lambda",),
+        place="Figure 4, right", axes=("lambda",),
         note="The paper shows a figure of three datasets without numbers; its text says that 0.5 is best, 0.23 to 1.07 "
         "points above 0. The other values of lambda are ours.",
     ),
@@ -196,7 +206,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             Row("TPE + PRL", settings={"queue": 0}, published="7"),
             Row("VPE + TPE + PRL", published="8"),
         ),
-        "tab:ablation-component",
+        "tab:ablation-component", "Table A5",
         note="Without residual learning there is nothing for the text prototypes to evolve to, so VPE + TPE is VPE.",
     ),
     "losses": Experiment(
@@ -207,7 +217,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             Row("alignment", settings={"entropy_weight": 0.0}, published="3"),
             Row("both", published="4"),
         ),
-        "tab:ablation-loss",
+        "tab:ablation-loss", "Table A6",
     ),
     "text-only": Experiment(
         "The text classifier alone: how much of the gain is prompts",
@@ -224,7 +234,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     ),
     "tsne": Experiment(
         "What the queues hold, early and late", (Row("DPE", settings={"queue": 6}),),
-        measure="queues",
+        place="Figure 3", measure="queues",
     ),
     "systems": Experiment(
         "Every system: accuracy, time, memory", SYSTEMS, costs=("ms per image", "peak MB", "state MB"),

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from testtime.experiments.catalogue import EXPERIMENTS
 from testtime.experiments.cells import stream_views
 from testtime.experiments.lab import Record
 from testtime.experiments.plan import Columns, Work, recipe_of
@@ -182,7 +183,7 @@ def section(result: Record, columns: Columns) -> tuple[TablesReport, dict[str, s
     ]
     labels = dataset.labels or ()
     made = TablesReport(
-        result["title"],
+        EXPERIMENTS[result["bench"]].heading,
         _subtitle(conditions),
         [
             Table(

@@ -110,8 +110,9 @@ def write_results(folder: Path, name: str, result: Record, page: str) -> None:
 def write_experiment(folder: Path, result: Record, columns: Columns, command: str = "") -> None:
     """A result in a folder, under its experiment's name: as JSON, as Markdown and as one self-contained HTML page."""
     name = result["bench"]
-    measure = measure_of(EXPERIMENTS[name])
-    write_results(folder, name, result, markdown(result["title"], measure.sheets(result), measure.remarks(result)))
+    experiment = EXPERIMENTS[name]
+    measure = measure_of(experiment)
+    write_results(folder, name, result, markdown(experiment.heading, measure.sheets(result), measure.remarks(result)))
     write_atomic(folder / f"{name}.html", page(result, columns, command))
 
 

@@ -1,4 +1,4 @@
-"""Scores: an experiment's rows on every available dataset and encoder, published beside measured."""
+"""Scores: an experiment's rows on every available dataset and encoder, with the paper's numbers."""
 
 from __future__ import annotations
 
@@ -121,19 +121,19 @@ def _results(experiment: Experiment, lab: Lab | None, wanted: Sequence[list[Cell
 def _published(experiment: Experiment, row: Row, encoder: str, entry: Recipe | None, result: Record) -> Record:
     """The paper's number for a row, and what it applies to: the same dataset and backbone, or its own."""
     if not experiment.table:
-        return {"published": None, "published_for": ""}
+        return {"published": None, "published_for": "", "comparable": False}
     table = recipes.published()[experiment.table]
     label = row.published or row.label
-    here = recipes.BACKBONES.get(encoder)
-    backbone = here if here in table.rows else next(iter(table.rows))
+    backbone = table.backbone(encoder)
     whole = entry is not None and result.get("images", entry.benchmark.images) == entry.benchmark.images
     dataset = entry.name if entry is not None and entry.name in table.columns else table.columns[0]
-    same = whole and backbone == here and entry is not None and dataset == entry.name
-    spread = table.spread.get(str(backbone), {}).get(label)
+    same = whole and backbone == recipes.BACKBONES.get(encoder) and entry is not None and dataset == entry.name
+    spread = table.spread.get(backbone, {}).get(label)
     return {
-        "published": table.value(str(backbone), label, dataset),
+        "published": table.value(backbone, label, dataset),
         "published_spread": spread[table.columns.index(dataset)] if spread else None,
         "published_for": SAME if same else f"{dataset}, {backbone}",
+        "comparable": same,
         "published_gain": table.gain,
         "published_time": table.time.get(label),
     }

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 from testtime.experiments.catalogue import EXPERIMENTS
 from testtime.experiments.lab import NOT_RUN, Record
-from testtime.experiments.recipes import BACKBONES, MEANS, Published, published
+from testtime.experiments.recipes import BACKBONES, MEANS, published, recipe
 from testtime.report.data import Grid, Series, Table, TablesReport
+from testtime.report.formatting import count
 
 
 class Sheet(NamedTuple):
@@ -18,11 +19,16 @@ class Sheet(NamedTuple):
     title: str
     header: list[str]
     rows: list[list[str]]
+    apart: bool = False  # published numbers that cannot be compared with the measured ones
 
 
 def sheets(result: Record) -> list[Sheet]:
-    """A result's tables: one for each encoder, and for each dataset unless datasets are the columns."""
-    found = []
+    """A result's tables: one for each encoder, and for each dataset unless datasets are the columns.
+
+    A published number is beside the measured one if both are of the same images and backbone; all others are in
+    tables of their own at the end.
+    """
+    found, others = [], []
     for encoder in _unique(result["rows"], "encoder"):
         mine = [row for row in result["rows"] if row["encoder"] == encoder]
         if len(result["columns"]) > 1:
@@ -31,15 +37,21 @@ def sheets(result: Record) -> list[Sheet]:
             found.append(_by_axes(result, encoder, mine))
         else:
             found.append(_by_row(result, encoder, mine))
-    return found
+        others += _not_comparable(result, encoder, mine)
+    return found + [sheet for index, sheet in enumerate(others) if sheet not in others[:index]]
 
 
 def markdown(title: str, found: Sequence[Sheet], below: Sequence[str]) -> str:
-    """Tables as a page of Markdown: a title, the tables, and the text below."""
+    """Tables as a page of Markdown: a title, the tables, the text below, and what is not comparable under a heading."""
     lines = [f"# {title}", ""]
     for sheet in found:
-        lines += [sheet.title, "", *table_lines(sheet), ""]
-    return "\n".join([*lines, *below]) + "\n"
+        if not sheet.apart:
+            lines += [sheet.title, "", *table_lines(sheet), ""]
+    lines += [f"- {line}" for line in below]
+    for sheet in found:
+        if sheet.apart:
+            lines += ["", f"## {sheet.title}", "", *table_lines(sheet)]
+    return "\n".join(lines) + "\n"
 
 
 def table_lines(sheet: Sheet, left: int = 1) -> list[str]:
@@ -73,16 +85,24 @@ def evaluation_markdown(result: Record) -> str:
 
 def remarks(result: Record) -> list[str]:
     """The text below the tables: text prototypes, rows that were not run, notes."""
-    lines = _texts(result["rows"], "column", "row")
-    if "table" in result and result["table"]:
-        lines.append(f"Published: {result['table']} of the paper, accuracy in percent.")
-    reasons: dict[str, list[str]] = {}
-    for row in result["rows"]:
-        if NOT_RUN in row:
-            reasons.setdefault(row[NOT_RUN], []).append(row["row"])
-    for reason, labels in reasons.items():
-        lines.append(f"Not run: {', '.join(dict.fromkeys(labels))}: {reason}")
+    rows = [row | {"row": shown_name(row)} for row in result["rows"]]
+    lines = _texts(rows, "column", "row")
+    if any(row["comparable"] for row in rows):
+        lines.append(f"Published: {EXPERIMENTS[result['bench']].place} of the paper, accuracy in percent.")
+    ran = {(row["encoder"], row["column"]) for row in rows if NOT_RUN not in row}
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if NOT_RUN in row:  # a dataset that is missing is named once, and not every row
+            whole = (row["encoder"], row["column"]) not in ran and row[NOT_RUN] not in _invalid(result)
+            key = ("Not run on", row["column"]) if whole else ("Not run:", row["row"])
+            reasons.setdefault((key[0], row[NOT_RUN]), []).append(key[1])
+    lines += [f"{what} {', '.join(dict.fromkeys(names))}: {reason}" for (what, reason), names in reasons.items()]
     return [*lines, *([result["note"]] if result["note"] else [])]
+
+
+def _invalid(result: Record) -> set[str]:
+    """Why some rows of the experiment never run."""
+    return {row.invalid for row in EXPERIMENTS[result["bench"]].rows}
 
 
 def _texts(rows: Sequence[Record], dataset: str, label: str) -> list[str]:
@@ -102,13 +122,14 @@ def section(result: Record, columns: object = None) -> tuple[TablesReport, dict[
     """The tables and figures for the page, and no footer entries of their own."""
     parts, conditions = report_parts(result), result["facts"]
     made = TablesReport(
-        result["title"],
+        EXPERIMENTS[result["bench"]].heading,
         f"Track {conditions['track']}, protocol {conditions['protocol']}, {seeds_of(conditions)}" if conditions else "",
         [Table(*sheet) for sheet in sheets(result)],
         {},
-        "\n\n".join(remarks(result)),
+        "",
         [Grid(**each) for each in parts["grids"]],
         [Series(**each) for each in parts["series"] if each["xs"]],
+        notes=remarks(result),
     )
     return made, {}
 
@@ -148,9 +169,8 @@ def _grid(title: str, axes: Sequence[str], rows: Sequence[Record]) -> Record:
 def _series(title: str, axis: str, rows: Sequence[Record]) -> Record:
     ran = [row for row in rows if "accuracy" in row]
     lines: dict[str, list[float]] = {}
-    if ran and all(row["published"] is not None for row in ran):
+    if ran and all(row["comparable"] and row["published"] is not None for row in ran):
         lines["published"] = [row["published"] / 100 for row in ran]
-        title += f"; published for {ran[0]['published_for']}"
     lines["measured"] = [row["accuracy"] for row in ran]  # the last line is drawn boldest
     return {"title": title, "x": axis, "xs": [row["at"][0] for row in ran], "lines": lines}
 
@@ -158,17 +178,18 @@ def _series(title: str, axis: str, rows: Sequence[Record]) -> Record:
 def _by_row(result: Record, encoder: str, rows: Sequence[Record]) -> Sheet:
     timed = EXPERIMENTS[result["bench"]].costs
     several = any(row.get("spread") is not None for row in rows)
-    compared = any(row["published"] is not None for row in rows)
+    compared = any(row["comparable"] for row in rows)
     header = ["row", "accuracy", *(["spread"] if several else []), "gain"]
     header += timed
     if compared:
-        where = next(row["published_for"] for row in rows if row["published"] is not None)
-        what = "published gain" if rows[0]["published_gain"] else "published"
-        header += [f"{what} ({where})", *(["published time"] if timed else [])]
+        header += [
+            "published gain" if rows[0]["published_gain"] else "published",
+            *(["published time"] if timed else []),
+        ]
     lines = []
     for row in rows:
         ran = NOT_RUN not in row
-        line = [row["row"], percent(row["accuracy"]) if ran else NOT_RUN]
+        line = [shown_name(row), percent(row["accuracy"]) if ran else NOT_RUN]
         line += [percent(row.get("spread"))] if several else []
         line.append(f"{100 * row['gain']:+.2f}" if ran else "")
         line += [COSTS[name](row) if row.get("milliseconds") is not None else "" for name in timed]
@@ -187,29 +208,66 @@ def _by_axes(result: Record, encoder: str, rows: Sequence[Record]) -> Sheet:
 
 
 def _by_dataset(result: Record, encoder: str, rows: Sequence[Record]) -> Sheet:
-    """Measured, with published in brackets; a mean only if all its datasets were run."""
+    """Measured, with published in brackets if comparable; a mean only if all its datasets were run."""
     columns = list(result["columns"])
     table = published()[result["table"]]
     means = [column for column in table.columns if column in MEANS]
     lines = []
     for label in _unique(rows, "row"):
         cells = {row["column"]: row for row in rows if row["row"] == label}
-        line = [label]
+        line = [shown_name(cells[columns[0]])]
         for column in columns:
             row = cells[column]
-            line.append(f"{percent(row.get('accuracy')) or '-'} ({_number(row['published']) or '-'})")
+            line.append(_beside(row.get("accuracy"), row["published"], row["comparable"]))
         for average in means:
             over = columns[1:] if average == "ood-average" else columns  # the first is in-domain
             values = [cells[column]["accuracy"] for column in over if "accuracy" in cells[column]]
-            shown = percent(sum(values) / len(values)) if len(values) == len(over) else "-"
-            line.append(f"{shown} ({_number(_mean(table, rows, label, average)) or '-'})")
+            mean = sum(values) / len(values) if len(values) == len(over) else None
+            same = all(cells[column]["comparable"] for column in over)
+            line.append(_beside(mean, table.value(table.backbone(encoder), label, average), same))
         lines.append(line)
     return Sheet(_title(result, encoder, rows), ["method", *columns, *means], lines)
 
 
-def _mean(table: Published, rows: Sequence[Record], label: str, average: str) -> float | None:
-    here = BACKBONES.get(rows[0]["encoder"])
-    return table.value(here if here and here in table.rows else next(iter(table.rows)), label, average)
+def _beside(measured: float | None, paper: float | None, comparable: bool) -> str:
+    """A measured fraction in percent, and the paper's number in brackets if it is comparable."""
+    return (percent(measured) or "-") + (f" ({_number(paper) or '-'})" if comparable else "")
+
+
+def _not_comparable(result: Record, encoder: str, rows: Sequence[Record]) -> list[Sheet]:
+    """One table of the paper's numbers for other images or another backbone than these rows', if there are any."""
+    others = [row for row in rows if row["published"] is not None and not row["comparable"]]
+    if not others:
+        return []
+    table = published()[result["table"]]
+    backbone = table.backbone(encoder)
+    names = list(dict.fromkeys(row["published_for"].partition(", ")[0] for row in others))
+    datasets = [recipe(name).benchmark for name in names]
+    means = [column for column in table.columns if column in MEANS]
+    lines = []
+    for label in _unique(others, "row"):
+        mine = {row["published_for"].partition(", ")[0]: row for row in others if row["row"] == label}
+        line = [label, *(_number(mine[name]["published"], table.gain) if name in mine else "" for name in names)]
+        line += [_number(table.value(backbone, label, average)) for average in means]
+        lines.append([*line, *([next(iter(mine.values()))["published_time"] or ""] if table.time else [])])
+    (what,) = (
+        {f"{each.title} ({each.images:,} images)" for each in datasets}
+        if len(datasets) == 1
+        else {f"the test sets of {count(len(datasets), 'benchmark')}"}
+    )
+    clip = backbone if "CLIP" in backbone else f"CLIP {backbone}"
+    header = [
+        "row",
+        *(f"{each.title}{', gain' * table.gain}" for each in datasets),
+        *means,
+        *(["time"] * bool(table.time)),
+    ]
+    return [Sheet(f"Published, {clip}, {what}: not comparable with this run", header, lines, apart=True)]
+
+
+def shown_name(row: Record) -> str:
+    """A row's name. The paper calls its zero-shot classifier CLIP; with any other encoder the name says what ran."""
+    return f"zero-shot ({row['encoder']})" if row["row"] == "CLIP" and row["encoder"] not in BACKBONES else row["row"]
 
 
 def duration(seconds: float) -> str:
@@ -253,11 +311,8 @@ def _title(result: Record, encoder: str, rows: Sequence[Record]) -> str:
         shown += [f"{ran[0]['images']} images" if len(result["columns"]) == 1 else "", " or ".join(sorted(views))]
     if conditions:
         shown += [conditions["track"], conditions["protocol"], seeds_of(conditions)]
-    elif len(result["columns"]) > 1:
-        shown.append("measured (published)")
-    return ", ".join(part for part in shown if part) + (
-        "; measured (published)" if conditions and len(result["columns"]) > 1 else ""
-    )
+    beside = len(result["columns"]) > 1 and any(row["comparable"] for row in rows)
+    return ", ".join(part for part in shown if part) + "; measured (published)" * beside
 
 
 def _number(value: float | None, signed: bool = False) -> str:

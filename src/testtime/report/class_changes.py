@@ -8,7 +8,7 @@ import torch
 
 from testtime.metrics import per_class_accuracy
 from testtime.report.data import StreamReport
-from testtime.report.formatting import signed
+from testtime.report.formatting import count, signed
 from testtime.report.markup import WIDE, Cell, safe, table
 
 SHOWN = 8  # classes listed among the gains, and among the losses
@@ -48,7 +48,7 @@ def class_table(report: StreamReport) -> str:
     same = len(every) - len(gains) - len(losses)
     heading = (
         f"<h3>Accuracy per class</h3><p>{safe(report.curves[-1].name)} compared with {safe(report.curves[0].name)}: "
-        f"of {len(every):,} classes, {len(gains):,} gain, {len(losses):,} lose and {same:,} are unchanged."
+        f"of {count(len(every), 'class')}, {len(gains):,} gain, {len(losses):,} lose and {same:,} are unchanged."
     )
     if not gains and not losses:
         return heading + "</p>"

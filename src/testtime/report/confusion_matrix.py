@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from testtime.report.data import StreamReport
-from testtime.report.formatting import short
+from testtime.report.data import Answers, StreamReport
+from testtime.report.formatting import count, short
 from testtime.report.markup import safe, scrolling
 
 CONFUSED = 12  # classes in the matrix
@@ -34,30 +34,37 @@ def confusion_matrix(report: StreamReport) -> str:
     chosen = most_changed(report.labels, both[0].predictions, both[1].predictions)
     if not chosen:
         return ""
-    counts = [Counter(zip(report.labels, answers.predictions, strict=True)) for answers in both]
     totals = Counter(report.labels)
-    wide = len(chosen) + 1
-    head = "".join(f'<th scope="colgroup" colspan="{wide}" class="group">{safe(each.name)}</th>' for each in both)
-    numbers = ""
-    for index, c in enumerate(chosen):
-        apart = "" if index else ' class="group"'
-        numbers += f'<th scope="col"{apart}><abbr title="{safe(report.classnames[c])}">{index + 1}</abbr></th>'
-    numbers += '<th scope="col">other</th>'
-    rows = []
-    for index, truth in enumerate(chosen):
-        name = safe(short(str(report.classnames[truth]), 22))
-        cells = "".join(_cells(count, truth, chosen, totals[truth]) for count in counts)
-        rows.append(f'<tr><th scope="row"><small>{index + 1}</small> {name}</th>{cells}</tr>')
-    matrix = (
-        f'<table><thead><tr><td></td>{head}</tr><tr><th scope="col">Label</th>{numbers * 2}</tr></thead>'
-        f"<tbody>{''.join(rows)}</tbody></table>"
-    )
+    tables = "".join(_table(report, answers, chosen, totals) for answers in both)
     return (
         "<h3>Confusion matrix</h3>"
-        f"<p>The {len(chosen)} classes with the most changed answers. Each row is a label, each column an answer, by "
-        "the row's number; “other” counts the answers outside this table. Correct answers are blue, wrong ones orange; "
-        "a deeper colour is a larger share of the row.</p>" + scrolling(matrix, "matrix")
+        f"<p>The {count(len(chosen), 'class')} with the most changed answers. Each row is a label, each column an "
+        "answer, by the row's number; “other” counts the answers outside this table. Correct answers are blue, wrong "
+        "ones orange; a deeper colour is a larger share of the row.</p>"
+        f'<div class="matrices">{tables}</div>'
     )
+
+
+def _table(report: StreamReport, answers: Answers, chosen: Sequence[int], totals: Mapping[int, int]) -> str:
+    """The matrix of one method, in a box of its own that scrolls if it is too wide."""
+    found = Counter(zip(report.labels, answers.predictions, strict=True))
+    names = [safe(report.classnames[label]) for label in chosen]
+    numbers = "".join(f'<th scope="col"><abbr title="{n}">{i}</abbr></th>' for i, n in enumerate(names, start=1))
+    rows = []
+    for number, truth in enumerate(chosen, start=1):
+        name = safe(short(str(report.classnames[truth]), 22))
+        cells = _cells(found, truth, chosen, totals[truth]) if totals[truth] else _empty(len(chosen) + 1)
+        head = f'<small>{number}</small> <span title="{names[number - 1]}">{name}</span>'
+        rows.append(f'<tr><th scope="row">{head}</th>{cells}</tr>')
+    return scrolling(
+        f'<table><caption>{safe(answers.name)}</caption><thead><tr><th scope="col"><span>Label</span></th>{numbers}'
+        f'<th scope="col">other</th></tr></thead><tbody>{"".join(rows)}</tbody></table>',
+        "matrix",
+    )
+
+
+def _empty(columns: int) -> str:
+    return f'<td class="other" colspan="{columns}">no images</td>'
 
 
 def _cells(counts: Mapping[tuple[int, int], int], truth: int, chosen: Sequence[int], total: int) -> str:
@@ -65,7 +72,6 @@ def _cells(counts: Mapping[tuple[int, int], int], truth: int, chosen: Sequence[i
     cells = []
     for answer, number in zip([*chosen, -1], [*inside, total - sum(inside)], strict=True):
         kind = "right" if answer == truth else "other" if answer < 0 else "wrong"
-        kind += " group" if answer == chosen[0] else ""
         share = f' style="--share:{number / total:.2f}"' if number and answer >= 0 else ""
         cells.append(f'<td class="{kind}"{share}>{number or ""}</td>')
     return "".join(cells)

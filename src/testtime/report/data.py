@@ -149,6 +149,7 @@ class Table:
     title: str
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
+    apart: bool = False  # collapsed, at the end of the section
 
     def __post_init__(self) -> None:
         for row in self.rows:
@@ -227,6 +228,7 @@ class TablesReport:
     labels: Sequence[int] = ()  # of the images in the queues, which are numbered from 0
     names: Sequence[str] = ()
     thumbnails: Mapping[int, str] = field(default_factory=dict)
+    notes: Sequence[str] = ()  # below the tables and figures
     answers: ClassVar[Sequence[Answers]] = ()
 
     def __post_init__(self) -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import product
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ CHUNK = 128  # images read and run at a time
 BASELINE = "zeroshot"
 
 Stream = Tensor | Features  # views (N, V, D), or a store of them
-Image = str | StoredImage  # anything that `read_image` reads
+Image = str | StoredImage  # anything that `read_image` reads; empty: there is no picture of it
 
 
 @dataclass
@@ -138,8 +139,7 @@ def scored(
         queues=queues,
         names=list(map(str, images)),
     )
-    corrected, broken = changed_answers.corrected_and_broken(report)
-    return replace(report, thumbnails=_thumbnails(images, [*corrected, *broken], queues))
+    return replace(report, thumbnails=_thumbnails(images, changed_answers.shown(report), queues))
 
 
 def unscored(
@@ -294,11 +294,11 @@ def _in_order(images: Sequence[Image] | None, stream: Stream, rows: Tensor) -> l
 
 def _thumbnails(images: Sequence[Image], first: Sequence[int], queues: QueueMap | None) -> dict[int, str]:
     """Thumbnails of the images on the page: those in `first`, then those in the queues, latest snapshot first."""
-    if not images:
+    if not any(images):
         return {}
     held = [entry.image for snapshot in reversed(queues.snapshots if queues else ()) for entry in snapshot.entries]
     wanted = dict.fromkeys([*first, *held])
-    return thumbnails.make_thumbnails({index: images[index] for index in wanted})
+    return thumbnails.make_thumbnails({index: images[index] for index in wanted if images[index]})
 
 
 def _note(runner: Runner) -> str:
@@ -311,7 +311,7 @@ def _note(runner: Runner) -> str:
 
 
 def _title(stream: Stream) -> str:
-    dataset = stream.metadata.get("dataset", "") if isinstance(stream, Features) else ""
+    dataset = Path(stream.metadata.get("dataset", "")).name if isinstance(stream, Features) else ""  # it may be a path
     return dataset or (stream.path.name if isinstance(stream, Features) else "A stream")
 
 

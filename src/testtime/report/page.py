@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from testtime.report import sweep_charts
-from testtime.report.changed_answers import changed_answers
+from testtime.report.changed_answers import changed_answers, wrong_answers
 from testtime.report.chart import slots_of, styles_of
 from testtime.report.class_changes import class_table
 from testtime.report.confusion_matrix import confusion_matrix
@@ -64,8 +64,10 @@ def _section(report: Section, slots: Mapping[str, int], number: int) -> str:
     if isinstance(report, UnlabelledReport):
         parts += [*unlabelled_parts(report, slots, number), queue_map(report, number)]
     elif isinstance(report, TablesReport):
-        parts += [f"<h3>{safe(each.title)}</h3>{scrolling(table(each.head, each.rows))}" for each in report.tables]
+        beside, apart = ([each for each in report.tables if each.apart == kind] for kind in (False, True))
+        parts += [f"<h3>{safe(each.title)}</h3>{scrolling(table(each.head, each.rows))}" for each in beside]
         parts += [queue_map(report, number), *_figures(report, slots)]
+        parts += [_notes(report.notes), *(as_table(each.head, each.rows, each.title) for each in apart)]
     else:
         parts += _labelled_parts(report, slots, number)
     if report.conditions:
@@ -81,6 +83,7 @@ def _labelled_parts(report: StreamReport, slots: Mapping[str, int], number: int)
         running_accuracy(report, slots),
         *([class_table(report), confusion_matrix(report)] if len(report.curves) > 1 else []),
         changed_answers(report, number),
+        wrong_answers(report, number),
         reliability_diagrams(report, slots) if report.answers else "",
         queue_map(report, number),
         *_figures(report, slots),
@@ -138,6 +141,12 @@ def _overview(sections: Sequence[tuple[int, StreamReport]]) -> str:
         link = Cell(f'<a href="#stream-{number}">{safe(section.title)}</a>')
         rows.append([link, *(cells.get(name, "–") for name in names), f"{len(section.labels):,}"])
     return f"<section><h2>Overview</h2>{scrolling(table(['Stream', *names, 'Images'], rows))}</section>"
+
+
+def _notes(notes: Sequence[str]) -> str:
+    return (
+        f'<h3>Notes</h3><ul class="notes">{"".join(f"<li>{safe(note)}</li>" for note in notes)}</ul>' if notes else ""
+    )
 
 
 def _conditions(conditions: Mapping[str, str]) -> str:

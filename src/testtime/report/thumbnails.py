@@ -11,7 +11,7 @@ from testtime.report.data import Section
 from testtime.report.markup import safe, safe_characters
 from testtime.types import ImageError, StoredImage
 
-SIDE = 56  # pixels
+SIDE = 88  # pixels; galleries show them so large, lists of queues smaller
 MOST = 600  # thumbnails per report
 BYTES = 1_500_000  # of all thumbnails together, as encoded in the page
 
@@ -51,7 +51,8 @@ def styles(thumbnails: Mapping[int, str], section: int) -> str:
 
 def image_name(report: Section, image: int) -> str:
     """The display name of an image: its file name, or its number in the stream."""
-    return Path(safe_characters(report.names[image])).name if len(report.names) else f"image {image + 1:,}"
+    name = Path(safe_characters(report.names[image])).name if report.names else ""
+    return name or f"image {image + 1:,}"
 
 
 def thumbnail(report: Section, image: int, section: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -60,7 +61,9 @@ def _cards(report: UnlabelledReport, slots: Mapping[str, int]) -> str:
         first = answers is report.answers[0]
         big = f"{len(baseline):,} <small>images</small>" if first else f"{changed:,} <small>changed</small>"
         confidence = sum(answers.confidences) / len(baseline)
-        below = f"mean confidence {confidence:.0%}, {milliseconds(answers.seconds, len(baseline))} ms per image"
+        below = f"mean confidence {confidence:.0%}"
+        if math.isfinite(answers.seconds):  # the time of a run includes encoding, and is at the end of the page
+            below += f", {milliseconds(answers.seconds, len(baseline))} ms per image"
         cards.append(card(answers.name, style, big, below))
     return f'<ul class="cards">{"".join(cards)}</ul>'
 

@@ -54,13 +54,18 @@ class Recipe(NamedTuple):
 class Published(NamedTuple):
     """One table of the paper, accuracy in percent."""
 
-    table: str  # its LaTeX label
+    table: str  # its key
     columns: tuple[str, ...]
     rows: Mapping[str, Mapping[str, tuple[float, ...]]]  # by backbone, by row
     spread: Mapping[str, Mapping[str, tuple[float, ...]]]
     time: Mapping[str, str]  # testing time, by row
     paragraph: str  # where the numbers are, if not in a table
     gain: bool  # whether the numbers are points above the first row
+
+    def backbone(self, encoder: str) -> str:
+        """The backbone to compare an encoder with: its own, or the table's first."""
+        here = BACKBONES.get(encoder, "")
+        return here if here in self.rows else next(iter(self.rows))
 
     def value(self, backbone: str, row: str, column: str) -> float | None:
         """The number of a cell, None if the paper has none."""
