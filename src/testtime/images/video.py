@@ -13,7 +13,7 @@ from array import array
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -178,8 +178,15 @@ def _open_video(file: Path) -> Iterator[tuple[Any, Any]]:
         import av
     except ImportError:
         raise ImageError(f"{source_name(str(file))}: is a video, which needs PyAV: {formats.VIDEO_COMMAND}.") from None
-    # an open file and not a name, in which FFmpeg would look for protocols
-    with opened(file) as content, av.open(content, "r", options=LIMITS, metadata_errors="replace") as container:
+    with ExitStack() as stack:
+        content = stack.enter_context(opened(file))  # and not a name, in which FFmpeg would look for protocols
+        try:
+            container = stack.enter_context(av.open(content, "r", options=LIMITS, metadata_errors="replace"))
+        except av.FFmpegError as error:
+            raise ImageError(
+                f"{source_name(str(file))}: is empty, damaged, cut short or no video in a format that is read "
+                f"({error.strerror})."
+            ) from error
         container.flags |= av.container.Flags.gen_pts.value  # AVI stores none
         stream = container.streams.best("video")
         if stream is None:
@@ -192,6 +199,7 @@ def _open_video(file: Path) -> Iterator[tuple[Any, Any]]:
                 f"{source_name(str(file))}: frames have more than {MAX_FRAME_PIXELS:,} pixels; scale them down first."
             )
         context.options = {"max_pixels": str(MAX_FRAME_PIXELS)}
+        context.thread_count = 1  # with more, a damaged frame has other pixels each time
         for other in container.streams:
             if other.index != stream.index:
                 other.discard = av.stream.Discard.all
@@ -215,22 +223,14 @@ class _Reader:
     def __init__(self, file: Path) -> None:
         self.file = file
         self.starts = 0  # how often decoding began at a keyframe
-        self._turn = threading.Lock()
+        self._changed, self._busy = threading.Condition(), False
+        self._waiting: list[int] = []  # timestamps that threads wait for
         self._opened: Any = None  # what closes the container
-        self._source: tuple[Any, Any] | None = None
-        self._reset()
-
-    def _reset(self) -> None:
-        """Forget the position in the video."""
-        self._packets: Iterator[Any] = iter(())
-        self._ready: deque[Any] = deque()  # decoded frames in the order they are shown, still to be looked at
-        self._frame: Any = None  # the last one looked at
-        self._key: int | None = None
-        self._asked = 0  # the timestamp asked for last
+        self.close()
 
     def read(self, wanted: VideoFrame) -> bytes:
         """A frame as a PPM file."""
-        with self._turn:
+        with self._turn(wanted.pts):
             try:
                 with image_errors(source_name(wanted)):
                     return _ppm(self._find(wanted))
@@ -238,10 +238,31 @@ class _Reader:
                 self.close()
                 raise
 
+    @contextmanager
+    def _turn(self, pts: int) -> Iterator[None]:
+        """One thread at a time, the earliest frame first: going back means decoding again."""
+        with self._changed:
+            self._waiting.append(pts)
+            try:
+                self._changed.wait_for(lambda: not self._busy and pts == min(self._waiting))
+            finally:
+                self._waiting.remove(pts)
+            self._busy = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+
     def close(self) -> None:
-        """Close the file; the next frame opens it again."""
-        self._reset()
-        self._source = None
+        """Close the file and forget the position in it; the next frame opens it again."""
+        self._source: tuple[Any, Any] | None = None  # container and stream
+        self._packets: Iterator[Any] = iter(())
+        self._ready: deque[Any] = deque()  # decoded frames in the order they are shown, still to be looked at
+        self._frame: Any = None  # the last one looked at
+        self._key: int | None = None  # the keyframe that decoding began at
+        self._asked = 0  # the timestamp asked for last
         if self._opened is not None:
             closing, self._opened = self._opened, None
             closing.__exit__(None, None, None)
@@ -266,14 +287,11 @@ class _Reader:
     def _start(self, wanted: VideoFrame) -> None:
         """Move to the packet of the keyframe from which a frame is decoded."""
         self.starts += 1
-        for attempt in range(2):  # in a damaged file, the search may end anywhere: then from the beginning
-            self._reset()
-            if attempt or self._source is None:
-                self.close()
-                self._opened = _open_video(self.file)
-                self._source = self._opened.__enter__()
-            container, stream = self._source
-            if not attempt:
+        for seek in (True, False):  # in a damaged file, a seek may end anywhere: then from the beginning
+            self.close()  # a decoder that is reused after a damaged frame may give other pixels
+            self._opened = _open_video(self.file)
+            self._source = container, stream = self._opened.__enter__()
+            if seek:
                 container.seek(wanted.seek, stream=stream)
             self._packets = _packets(container, stream)
             for packet in self._packets:
@@ -348,7 +366,7 @@ def describe(images: Iterable[object], every: str) -> tuple[str, ...]:
     if not files:
         return ()
     frames, videos = files.total(), len(files)
-    step = f"every {every.strip()}" if not every.strip().endswith("f") else f"of {every.strip()[:-1]}"
+    step = f"of {parse_every(every).step}" if parse_every(every).frames else f"every {every.strip()}"
     return (f"{frames:,} frame{'s'[: frames > 1]} of {videos:,} video{'s'[: videos > 1]}, one {step}",)
 
 
