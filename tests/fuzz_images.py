@@ -12,6 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from PIL import Image
 from testtime.images import reading as images
 from testtime.types import ImageError
 
-FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "MPO", "PNG", "PPM", "TIFF", "WEBP")
+FORMATS = ("AVIF", "BMP", "GIF", "HEIF", "JPEG", "MPO", "PNG", "PPM", "TIFF", "WEBP")
 MODES = {
     "BMP": ("RGB", "P", "1", "L"),
     "GIF": ("P", "L", "1"),
@@ -50,6 +51,11 @@ def whole(format: str, mode: str, option: int) -> bytes:
     exif[0x0112] = 6
     choices = OPTIONS.get(format, ({},))
     extra = {"exif": exif} if format in ("JPEG", "PNG", "TIFF", "WEBP", "AVIF") else {}
+    if format == "HEIF":
+        import pillow_heif
+
+        pillow_heif.from_pillow(image).save(buffer)
+        return buffer.getvalue()
     try:
         image.save(buffer, format, **choices[option % len(choices)], **extra)
     except (OSError, KeyError, ValueError):  # a mode that the compression does not support
@@ -96,7 +102,7 @@ def run(cases: int, seed: int) -> Counter[str]:
     """How many files had which outcome; any other error is raised with its case number and seed."""
     Image.init()
     found: Counter[str] = Counter()
-    formats = [format for format in FORMATS if format in Image.SAVE]
+    formats = [format for format in FORMATS if format in Image.SAVE or (format == "HEIF" and find_spec("pillow_heif"))]
     before, images.MAX_PIXELS = images.MAX_PIXELS, MOST
     try:
         with warnings.catch_warnings():

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import typer
+from fuzz_videos import write_video
 from PIL import Image
 
 import testtime.encoding.encoders
@@ -92,6 +93,8 @@ def example_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "photos.csv").write_text("path,label\n" + "\n".join(f"{path},{path.split('/')[1]}" for path in photos))
     (folder / "cupl.json").write_text(json.dumps({name: [f"A {name} has four legs."] for name in CLASSES}))
     (folder / "broken.png").write_bytes(b"not a picture")
+    (folder / "clips").mkdir()
+    shutil.copy(write_video(folder / "clip.mp4"), folder / "clips" / "1.mp4")
     (folder / "collection" / "herd" / "test").mkdir(parents=True)
     for path in photos:
         name, number = path.split("/")[1:]

@@ -34,6 +34,7 @@ def encode(
     variations: options.Variations = None,
     seed: options.Seed = 0,
     limit: options.Limit = None,
+    every: options.Every = "1s",
     device: options.Device = "auto",
     dtype: Annotated[str, typer.Option("--dtype", help="Stored precision: float16 or float32.")] = "float16",
     shard: Annotated[int | None, typer.Option("--shard", help="Images per shard; --out is then a folder.")] = None,
@@ -50,7 +51,7 @@ def encode(
     from testtime.machine.devices import find_device
     from testtime.types import ViewPlan
 
-    data, names, labels = options.source_of(images, root, classes, classes_file)
+    data, names, labels = options.source_of(images, root, classes, classes_file, every)
     order = options.ordered(len(data), False, seed, limit)
     paths = [data.paths[i] for i in order]
     distinct({"--out": output}, read_files(images, data.paths, encoder, classes_file, descriptions, prompts))

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from testtime.cli.options import Device, EncoderName, Templates, encoder_of, flag
+from testtime.cli.options import Device, EncoderName, Every, Templates, encoder_of, flag
 from testtime.cli.terminal import note, out, percent
 from testtime.errors import InputError
 from testtime.machine.interrupts import on_interrupt
@@ -88,6 +88,7 @@ def eval_(
     descriptions: Described = None,
     learned: Learned = None,
     limit: Limit = None,
+    every: Every = "1s",
     shard: Shard = 256,
     device: Device = "auto",
     output: Out = Path("runs"),
@@ -104,7 +105,7 @@ def eval_(
     from testtime.experiments.tables import evaluation_markdown
     from testtime.files import check_folder
 
-    datasets = [find_dataset(what, root) for what in data]
+    datasets = [find_dataset(what, root, every=every) for what in data]
     _check_out(output, "results", data, encoder, descriptions, learned)
     _print_notes(datasets)
     check_folder(output)

@@ -35,8 +35,8 @@ Images = Annotated[
     str,
     typer.Argument(
         metavar="IMAGES",
-        help="A folder, a quoted glob pattern, a .txt list of paths, an image, or - for paths on standard input; "
-        "a CSV, .tar shards or a saved dataset; or a benchmark's name with --root.",
+        help="A folder, a quoted glob pattern, a .txt list of paths, an image or a video, or - for paths on standard "
+        "input; a CSV, .tar shards or a saved dataset; or a benchmark's name with --root.",
     ),
 ]
 Root = Annotated[Path | None, typer.Option("--root", help="Folder that holds the benchmarks.")]
@@ -102,6 +102,9 @@ Reference = Annotated[
 Report = Annotated[
     Path | None, typer.Option("--report", help="Also write a self-contained HTML report, like 'testtime report'.")
 ]
+Every = Annotated[
+    str, typer.Option("--every", metavar="INTERVAL", help="Frames of a video: one every 1s, 500ms, or 10f (frames).")
+]
 Strict = Annotated[bool, flag("--strict", help="Stop at an image that cannot be read instead of skipping it.")]
 
 
@@ -130,7 +133,7 @@ def pairs(settings: list[str] | None, option: str = "--set", example: str = "alp
 
 
 def source_of(
-    what: str, root: Path | None, classes: str | None, file: Path | None
+    what: str, root: Path | None, classes: str | None, file: Path | None, every: str = "1s"
 ) -> tuple[Dataset, tuple[str, ...], list[int | None]]:
     """The images that an argument names, the classes, and each image's class where it is known.
 
@@ -140,7 +143,7 @@ def source_of(
     from testtime.datasets.dataset import UNNAMED, shortened
     from testtime.text.prompts import check_classes
 
-    data = find_dataset(what, root, labelled=False)
+    data = find_dataset(what, root, labelled=False, every=every)
     given = classes is not None or file is not None
     for line in data.notes:
         if not (given and line.startswith(UNNAMED)):

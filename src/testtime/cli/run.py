@@ -45,6 +45,7 @@ def run(
     seed: options.Seed = 0,
     shuffle: options.Shuffle = False,
     limit: options.Limit = None,
+    every: options.Every = "1s",
     device: options.Device = "auto",
     output: Annotated[
         Path | None, typer.Option("--out", "-o", help="CSV or .jsonl file; default: standard output.")
@@ -74,7 +75,7 @@ def run(
     from testtime.session.session import Session
 
     style = _style(style, output)
-    data, names, labels = options.source_of(images, root, classes, classes_file)
+    data, names, labels = options.source_of(images, root, classes, classes_file, every)
     # mistakes in names and settings show before the encoder is loaded
     chosen = options.method_of(method, preset, settings)
     order = options.ordered(len(data), shuffle, seed, limit)

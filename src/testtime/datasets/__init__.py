@@ -13,19 +13,22 @@ from testtime.datasets.dataset import Dataset, labels_among, listed_images, subf
 from testtime.datasets.locate import Location, identify, locate, open_benchmark, read_benchmark
 from testtime.datasets.own import read_folders
 from testtime.datasets.splits import SPLIT, read_split
-from testtime.images.reading import IMAGE_SUFFIXES
-from testtime.types import InputError
+from testtime.images import formats
+from testtime.images.formats import IMAGE_SUFFIXES, VIDEO_SUFFIXES
+from testtime.types import InputError, MissingPart
 
 __all__ = [
     "BENCHMARKS", "DATASETS", "Benchmark", "Dataset", "Location", "benchmark", "find_dataset", "identify",
     "labels_among", "locate", "open_dataset", "read_benchmark", "read_folders", "read_split", "templates",
 ]  # fmt: skip
 
-FORMS = "class folders, images, a split_zhou_*.json, .tar shards, Parquet, a saved Hugging Face dataset or a CSV"
+FORMS = (
+    "class folders, images, videos, a split_zhou_*.json, .tar shards, Parquet, a saved Hugging Face dataset or a CSV"
+)
 STANDARD_INPUT = "-"
 
 
-def open_dataset(what: str | Path, *, root: str | Path | None = None, part: str = "test") -> Dataset:
+def open_dataset(what: str | Path, *, root: str | Path | None = None, part: str = "test", every: str = "1s") -> Dataset:
     """The images that `what` names, with their labels if there are any.
 
     `what` is the short name of a benchmark, with `root` the folder that holds the datasets or the benchmark's own (or
@@ -38,8 +41,22 @@ def open_dataset(what: str | Path, *, root: str | Path | None = None, part: str 
     - a folder that `datasets` has saved (`save_to_disk`), or Parquet files
     - a CSV, TSV or JSON-lines file of path and label
 
-    Problems that do not stop the stream are listed in `notes`.
+    A video, wherever it is, stands for its frames: one `every` so often ("1s", "500ms"), or every n-th ("10f"). They
+    have the video's label. Problems that do not stop the stream are listed in `notes`, and so are files left out.
     """
+    from testtime.images.video import describe, expand, parse_every
+
+    interval, data = parse_every(every), _open(what, root, part)
+    if not any(map(formats.is_video, data.paths)):
+        return data
+    groups = [expand(path, interval) for path in data.paths]
+    labels = data.labels and [label for label, group in zip(data.labels, groups, strict=True) for _ in group]
+    paths = [image for group in groups for image in group]
+    return replace(data, paths=paths, labels=labels, notes=(*describe(paths, every), *data.notes))
+
+
+def _open(what: str | Path, root: str | Path | None, part: str) -> Dataset:
+    """The dataset with videos as they are."""
     text = os.path.expanduser(what)
     if not str(what).strip():
         raise InputError(f"No images given: an empty name. A dataset is {FORMS}.")
@@ -66,12 +83,13 @@ def open_dataset(what: str | Path, *, root: str | Path | None = None, part: str 
     raise InputError(f"No folder, file or benchmark {text}. A dataset is {FORMS}.")
 
 
-def find_dataset(what: str, root: Path | None = None, *, labelled: bool = True) -> Dataset:
+def find_dataset(what: str, root: Path | None = None, *, labelled: bool = True, every: str = "1s") -> Dataset:
     """A dataset by its path, or a benchmark by its short name in the folder `root` that holds it.
 
     One without labels is refused, unless `labelled` is False.
     """
-    dataset = open_dataset(what) if os.path.exists(os.path.expanduser(what)) else open_dataset(what, root=root)
+    where = None if os.path.exists(os.path.expanduser(what)) else root
+    dataset = open_dataset(what, root=where, every=every)
     if labelled and dataset.labels is None:
         why = f" ({'; '.join(dataset.notes)})" if dataset.notes else ""
         raise InputError(f"{what} has no labels to score with{why}: put images in folders named after their classes.")
@@ -88,7 +106,9 @@ def _open_file(file: Path, part: str) -> Dataset:
             return shards.read_shards([file], file.stem)
         case ".parquet":
             return tables.read_tables([file], file.stem, file.parent)
-        case suffix if suffix in ("", ".txt", ".lst", *IMAGE_SUFFIXES):
+        case suffix if command := formats.missing(suffix):
+            raise MissingPart(f"{file} is left out: what reads {suffix} is not installed. Try {command}.")
+        case suffix if suffix in ("", ".txt", ".lst", *IMAGE_SUFFIXES, *VIDEO_SUFFIXES):
             return own.read_unlabelled(file)
     raise InputError(f"{file} is not a dataset. A dataset is {FORMS}.")
 
@@ -113,10 +133,12 @@ def _open_folder(folder: Path, part: str) -> Dataset:
     for name in ("metadata.csv", "metadata.jsonl"):
         if (folder / name).is_file():
             return own.read_table(folder / name)
-    folders, loose = subfolders(folder), listed_images(folder)
+    folders, loose = subfolders(folder), listed_images(folder, formats.readable_suffixes())
     if len(folders) > 1 and not loose:
         return read_folders(folder)
     if folders or loose:
         mixed = (f"{len(loose)} images are in no class folder, {loose[0]} first",) if folders and loose else ()
-        return replace(own.read_unlabelled(folder), notes=mixed)
-    raise InputError(f"{folder} holds no dataset: {FORMS}.")
+        data = own.read_unlabelled(folder)
+        return replace(data, notes=(*mixed, *data.notes))
+    rest = formats.left_out(name for name in os.listdir(folder) if not name.startswith("."))
+    raise InputError(f"{folder} holds no dataset: {'; '.join(rest) or FORMS}.")

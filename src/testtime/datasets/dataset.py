@@ -52,13 +52,13 @@ def shortened(names: Sequence[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most:,} more" if len(names) > most else "")
 
 
-def listed_images(folder: Path) -> list[str]:
+def listed_images(folder: Path, suffixes: Sequence[str] = IMAGE_SUFFIXES) -> list[str]:
     """Names of the images of one folder, sorted, so that no order depends on the file system."""
     try:
         names = os.listdir(folder)
     except OSError as problem:
         raise InputError(f"Cannot list {folder}: {problem.strerror or problem}.") from None
-    return sorted(n for n in names if not n.startswith(".") and os.path.splitext(n)[1].lower() in IMAGE_SUFFIXES)
+    return sorted(n for n in names if not n.startswith(".") and os.path.splitext(n)[1].lower() in suffixes)
 
 
 def subfolders(folder: Path) -> list[str]:

@@ -8,7 +8,8 @@ from pathlib import Path
 from testtime.datasets.dataset import Dataset, existing, listed_images, number_labels, read_text, spaced, subfolders
 from testtime.datasets.imagenet import class_table
 from testtime.files import parse_json
-from testtime.images.reading import find_images
+from testtime.images.formats import readable_suffixes
+from testtime.images.reading import search
 from testtime.types import InputError
 
 PARTS = {
@@ -32,21 +33,22 @@ def read_folders(root: str | Path) -> Dataset:
     names = subfolders(root)
     if len(names) < 2:
         raise InputError(f"{root} holds {len(names)} class folders; two or more are needed.")
-    if loose := listed_images(root):
+    if loose := listed_images(root, readable_suffixes()):
         raise InputError(f"{root}: {len(loose)} images are in no class folder, {loose[0]} first.")
-    paths = find_images(root)
+    paths, notes = search(root)
     position = {name: label for label, name in enumerate(names)}
     labels = [position[path.relative_to(root).parts[0]] for path in paths]
     known = class_table()
     if all(name in known for name in names):
-        return Dataset(root.name, paths, labels, [known[name] for name in names])
-    return Dataset(root.name, paths, labels, [spaced(name) for name in names])
+        return Dataset(root.name, paths, labels, [known[name] for name in names], notes)
+    return Dataset(root.name, paths, labels, [spaced(name) for name in names], notes)
 
 
 def read_unlabelled(source: str | Path) -> Dataset:
-    """The images of a folder, a pattern, a list or one file, without labels."""
+    """The images and videos of a folder, a pattern, a list or one file, without labels."""
     name = Path(source).stem
-    return Dataset(name if name.strip("-.*") else "images", find_images(source), None, [])
+    paths, notes = search(source)
+    return Dataset(name if name.strip("-.*") else "images", paths, None, [], notes)
 
 
 def part_folder(root: Path, part: str) -> Path | None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from testtime.datasets.dataset import Dataset, number_labels, written
 from testtime.files import parse_json
-from testtime.images.reading import IMAGE_SUFFIXES
+from testtime.images.formats import IMAGE_SUFFIXES, left_out
 from testtime.types import InputError
 
 LABELS = (".cls", ".txt", ".json")  # a number; a class name; an object with either under `label` or `cls`
@@ -57,19 +57,22 @@ def read_shards(shards: Sequence[Path], name: str) -> Dataset:
     """The images of tar files in their order, with the labels beside them."""
     images: list[TarImage] = []
     values: list[str | None] = []
+    others: list[str] = []
     for shard in shards:
-        for image, label in _samples(shard):
+        for image, label in _samples(shard, others):
             images.append(image)
             values.append(label)
+    rest = left_out(others)
     if not images:
-        raise InputError(f"No image in {shards[0]}" + (f" or the {len(shards) - 1} after it." if shards[1:] else "."))
+        where = f"{shards[0]}" + (f" or the {len(shards) - 1} after it" if shards[1:] else "")
+        raise InputError(f"No image in {'; '.join([where, *rest])}.")
     where = f"A label of {shards[0]}" + (f" or the {len(shards) - 1} after it" if shards[1:] else "")
     labels, names, notes = number_labels(values, shards[0].parent, where)
-    return Dataset(name, images, labels, names, tuple(notes))
+    return Dataset(name, images, labels, names, (*notes, *rest))
 
 
-def _samples(shard: Path) -> Iterator[tuple[TarImage, str | None]]:
-    """Images and labels of one tar file; only headers and labels are read."""
+def _samples(shard: Path, others: list[str]) -> Iterator[tuple[TarImage, str | None]]:
+    """Images and labels of one tar file; only headers and labels are read. Names of other members go to `others`."""
     images: dict[str, TarImage] = {}
     labels: dict[str, str] = {}
     if not os.path.isfile(shard):
@@ -79,6 +82,8 @@ def _samples(shard: Path) -> Iterator[tuple[TarImage, str | None]]:
             for member in archive:
                 key, suffix = _key(member.name)
                 if not member.isfile() or not suffix:
+                    if member.isfile() and not posixpath.basename(member.name).startswith("."):
+                        others.append(member.name)
                     continue
                 if member.issparse():
                     raise InputError(f"{shard}/{member.name} is sparse; write the file again without --sparse.")

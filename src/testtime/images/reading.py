@@ -12,12 +12,14 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from testtime.files import NotRegular, opened, read_bytes
+from testtime.images import formats
+from testtime.images.formats import IMAGE_SUFFIXES as IMAGE_SUFFIXES
 from testtime.registry import folded_name
 from testtime.types import ImageError, InputError, StoredImage
 
@@ -25,11 +27,11 @@ MAX_PIXELS = 200_000_000  # limit for any image; a few bytes of header can claim
 SMALL_CROP = 2**24  # pixels up to which Pillow's own limit does not matter
 BYTES_PER_PIXEL = 12  # peak memory while an image is decoded, rotated and converted to RGB
 
-IMAGE_SUFFIXES = (".avif", ".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 LIST_SUFFIXES = (".lst", ".txt")
 
-# the formats of those suffixes; Pillow reads others, and for one of them (EPS) it runs a program on the file
+# the formats of the suffixes; Pillow reads others, and for one of them (EPS) it runs a program on the file
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "MPO", "PNG", "PPM", "TIFF", "WEBP")
+HEIF_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"hevm", b"hevs", b"mif1", b"msf1")
 
 
 def read_image(
@@ -40,18 +42,25 @@ def read_image(
     Transparency is dropped and not composited, as in CLIP's own `convert("RGB")`. `info["path"]` is the path or the
     name of a stored image, if any. Any problem with the file is an ImageError; more than `MAX_PIXELS` is detected
     before decoding. `admit` is called with (width, height) before anything is decoded; it may wait or raise anything.
+    A path that does not exist may be the name of a frame of a video, such as `clip.mp4@00:00:12.000`.
     """
     if not isinstance(source, (str, bytes, StoredImage)) and not hasattr(source, "read"):
         raise ImageError(f"Expected a path, bytes or an open file; got {type(source).__name__}.")
     file: BinaryIO | None = None
     try:
+        with image_errors(source_name(source)):
+            source = _frame_or(source)
+        extent = getattr(source, "extent", None)  # known where reading the bytes is decoding, as for a frame of a video
+        if admit is not None and extent is not None:
+            admit(extent)
         with image_errors(source_name(source)), _pillow_limits():
             file = _open_source(source)
             image = _read_header(file)
-        if admit is not None:
+        if admit is not None and extent is None:
             admit(image.size)
         with image_errors(source_name(source)), _pillow_limits():
             image.load()
+            _check_size(image)  # again: a HEIF file may hold more than its header says
             upright = _upright(image)
             Image.Image.close(image)  # frees its pixels, which are a second copy, but keeps its file
             result = as_rgb(upright)
@@ -61,6 +70,15 @@ def read_image(
     finally:
         if file is not None and file is not source:
             file.close()
+
+
+def _frame_or(source: str | StoredImage | bytes | BinaryIO) -> str | StoredImage | bytes | BinaryIO:
+    """The frame of a video that a path names, if there is no such file; else the source itself."""
+    if not isinstance(source, (str, Path)) or "@" not in os.path.basename(source) or os.path.lexists(source):
+        return source
+    from testtime.images.video import frame_named
+
+    return frame_named(str(source)) or source
 
 
 def _open_source(source: str | StoredImage | bytes | BinaryIO) -> BinaryIO:
@@ -74,10 +92,35 @@ def _open_source(source: str | StoredImage | bytes | BinaryIO) -> BinaryIO:
 
 def _read_header(file: BinaryIO) -> Image.Image:
     Image.init()
-    image = Image.open(file, formats=[name for name in FORMATS if name in Image.OPEN])
+    try:
+        image: Image.Image = Image.open(file, formats=[name for name in FORMATS if name in Image.OPEN])
+    except UnidentifiedImageError:
+        file.seek(0)
+        head = file.read(12)
+        if head[4:8] != b"ftyp" or head[8:] not in HEIF_BRANDS:
+            raise
+        image = _open_heif(file)
+    _check_size(image)
+    return image
+
+
+def _open_heif(file: BinaryIO) -> Image.Image:
+    """A HEIF image, not decoded yet. Pillow's own list of formats stays as it is, in this and every thread."""
+    try:
+        from pillow_heif import HeifImageFile
+    except ImportError:
+        raise _NeedsHeif from None
+    file.seek(0)
+    return HeifImageFile(file)
+
+
+class _NeedsHeif(Exception):
+    """A HEIF image, and nothing here that reads it."""
+
+
+def _check_size(image: Image.Image) -> None:
     if image.width * image.height > MAX_PIXELS:
         raise Image.DecompressionBombError
-    return image
 
 
 @contextmanager
@@ -85,6 +128,8 @@ def image_errors(name: str) -> Iterator[None]:
     """Raise any error as an ImageError that names the file."""
     try:
         yield
+    except ImageError:
+        raise
     # Pillow's decoders raise nearly anything on a damaged file: SyntaxError, struct.error, KeyError, ...
     except Exception as error:
         raise ImageError(f"{name}: {_reason(error)}") from error
@@ -121,13 +166,15 @@ def _reason(error: Exception) -> str:
             return "may not be read (permission denied)."
         case Image.DecompressionBombError():
             return f"has more than {MAX_PIXELS:,} pixels; scale it down first."
+        case _NeedsHeif():
+            return f"is a HEIF image, which needs pillow-heif: {formats.HEIF_COMMAND}."
         case UnidentifiedImageError():
-            return f"is empty, damaged or not an image (read: {', '.join(FORMATS)})."
+            return f"is empty, damaged or not an image (read: {', '.join(FORMATS)} and HEIF)."
         case MemoryError():
             return "is damaged, or too large for the memory."
         case OSError(strerror=str(reason)):
             return f"cannot be read ({_one_line(reason)})."
-    return f"is damaged ({_one_line(error) or type(error).__name__})."
+    return f"is damaged ({_one_line(getattr(error, 'strerror', None) or error) or type(error).__name__})."
 
 
 def _one_line(text: object) -> str:
@@ -211,10 +258,23 @@ def as_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def find_images(source: str | Path, stdin: Iterable[str] | None = None) -> list[Path]:
-    """The image files that `source` stands for.
+class Found(NamedTuple):
+    """Images and videos, and notes on what was left out."""
 
-    - a folder: every image in it and below, sorted by path; names that start with a dot are skipped
+    paths: list[Path]
+    notes: tuple[str, ...] = ()
+
+
+def find_images(source: str | Path, stdin: Iterable[str] | None = None) -> list[Path]:
+    """The image files and videos that `source` stands for, as `search` finds them."""
+    return search(source, stdin).paths
+
+
+def search(source: str | Path, stdin: Iterable[str] | None = None) -> Found:
+    """The image files and videos that `source` stands for, and notes on the files that are left out.
+
+    - a folder: everything in it and below that can be read here, sorted by path; names that start with a dot are
+      skipped, and other files are left out with a note
     - a pattern, such as `photos/**/*.jpg`: likewise
     - a list (.txt or .lst): the paths in it, one per line, in its order, relative to the current folder or
       else to the list's; blank lines and # comments are skipped, and a path need not exist
@@ -223,7 +283,7 @@ def find_images(source: str | Path, stdin: Iterable[str] | None = None) -> list[
     """
     text = str(source)
     if text == "-":
-        return _parse_list(_standard_input() if stdin is None else stdin, "standard input", Path())
+        return Found(_parse_list(_standard_input() if stdin is None else stdin, "standard input", Path()))
     if not text:
         raise InputError("No images given: an empty path. Give a folder, a pattern, a file, a list or '-'.")
     path = Path(source)
@@ -231,20 +291,23 @@ def find_images(source: str | Path, stdin: Iterable[str] | None = None) -> list[
         return _sorted_images(_walk(path), f"in {text!r}")
     if os.path.exists(path):
         if path.suffix.lower() not in LIST_SUFFIXES:
-            return [path]
-        return _parse_list(_read_lines(path), repr(text), path.parent)
+            return Found([path])
+        return Found(_parse_list(_read_lines(path), repr(text), path.parent))
     if glob.has_magic(text):
         matches = (Path(match) for match in glob.iglob(text, recursive=True) if os.path.isfile(match))
         return _sorted_images(matches, f"match {text!r}")
     raise InputError(f"No such file or folder: {text!r}.")
 
 
-def folder(source: str | Path) -> Iterator[Image.Image]:
+def folder(source: str | Path, every: str = "1s") -> Iterator[Image.Image]:
     """The images that `source` stands for, in the order of `find_images`, each with its `info["path"]`.
 
-    A source without images is an error at once; a bad image raises when it is reached.
+    Of a video, a frame `every` so often: "1s", "500ms", or "10f" for every tenth. A source without images is an error
+    at once; a bad image raises when it is reached.
     """
-    return map(read_image, find_images(source))
+    from testtime.images.video import frames_of
+
+    return map(read_image, frames_of(find_images(source), every))
 
 
 def labels_from_folders(paths: Sequence[str | Path], classnames: Sequence[str]) -> list[int | None]:
@@ -264,11 +327,19 @@ def class_numbers(classnames: Sequence[str]) -> dict[str, int]:
     return {folded_name(name): number for number, name in reversed(list(enumerate(classnames)))}
 
 
-def _sorted_images(paths: Iterable[Path], where: str) -> list[Path]:
-    found = {path.as_posix(): path for path in paths if path.suffix.lower() in IMAGE_SUFFIXES}
+def _sorted_images(paths: Iterable[Path], where: str) -> Found:
+    readable, found, others = formats.readable_suffixes(), dict[str, Path](), list[str]()
+    for path in paths:
+        if path.suffix.lower() in readable:
+            found[path.as_posix()] = path
+        else:
+            others.append(path.name)
+    live = formats.live_photos(found)
+    notes = formats.left_out(others, len(live))
     if not found:
-        raise InputError(f"No images {where}; looked for {', '.join(IMAGE_SUFFIXES)}.")
-    return [found[name] for name in sorted(found)]
+        looked = f"looked for {', '.join(formats.IMAGE_SUFFIXES)} and videos ({', '.join(formats.VIDEO_SUFFIXES)})"
+        raise InputError(f"No images {where}; {notes[0] if notes else looked}.")
+    return Found([found[name] for name in sorted(found.keys() - live)], notes)
 
 
 def _walk(top: Path) -> Iterator[Path]:
