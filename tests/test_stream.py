@@ -433,3 +433,63 @@ def test_answers_on_a_device_are_those_of_the_threads_up_to_rounding(
         session = tt.Session(task, "dpe", encoder=TINY, views=4, seed=5)
         answers.append(torch.stack([answer.logits for _, answer in session.run(paths)]))
     assert 0 < (answers[0] - answers[1]).abs().max() < 2  # grey levels that round differently
+
+
+# NumPy
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64, ">f4"])
+def test_arrays_of_floats_are_features_like_tensors(kind) -> None:
+    task, views, _ = tt.toy(images=2, views=3)
+    for rows in (views[0], views[0, 0]):
+        array = rows.numpy().astype(kind)
+        array.flags.writeable = False
+        native = torch.from_numpy(array.astype(array.dtype.newbyteorder("=")))
+        assert torch.equal(tt.Session(task).step(array).logits, tt.Session(task).step(native).logits)
+        assert torch.equal(tt.Session(task).predict(array).logits, tt.Session(task).predict(native).logits)
+
+
+def test_arrays_of_bytes_are_pixels(way: Way, paths: list[Path]) -> None:
+    images = [read_image(path) for path in paths[:3]]
+    arrays = [np.asarray(image) for image in images]
+    assert not arrays[0].flags.writeable
+    wanted = way(TINY, images, ViewPlan(count=2))
+    for made, image, array in zip(way(TINY, arrays, ViewPlan(count=2)), wanted, arrays, strict=True):
+        assert made.source is array  # as it was given
+        assert torch.equal(made.usable(), image.usable())
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ([0.1, 0.2], "got a list: .*features are a tensor or a NumPy array of floats"),
+        (None, "got a NoneType"),
+        (b"bytes", "got a bytes"),
+        (np.zeros(32, np.int64), r"int64 \(32,\)"),
+        (np.zeros(32, bool), r"bool \(32,\)"),
+        (np.zeros(32, object), r"object \(32,\)"),
+        (np.zeros((8, 8, 3), np.float32), r"float32 \(8, 8, 3\): an image is .* pixels \(H, W, 3\) uint8"),
+        (torch.zeros(8, 8, 3), r"float32 \(8, 8, 3\): an image is .* pixels \(H, W, 3\) uint8"),
+        (np.array(1.0), r"float64 \(\)"),
+        (np.zeros((8, 8), np.uint8), r"Pixels must be \(H, W, 3\) uint8; got torch.uint8 \(8, 8\)"),
+        (np.zeros((8, 8, 4), np.uint8), r"Pixels must be \(H, W, 3\) uint8"),
+    ],
+)
+def test_what_is_neither_an_image_nor_features_is_refused(wrong, message) -> None:
+    session = tt.Session(tt.build_task(TINY, NAMES), encoder=TINY)
+    for call in (session.step, session.predict):
+        with pytest.raises(InputError, match=message):
+            call(wrong)
+    errors: list[InputError] = []
+    pixels = np.zeros((8, 8, 3), np.uint8)
+    answers = list(session.run([pixels, wrong, pixels], on_error=lambda _, error: errors.append(error)))
+    assert len(answers) == 2 and len(errors) == 1 and session.position == 3
+
+
+def test_a_stream_of_features_reports_what_is_none() -> None:
+    task, views, _ = tt.toy(images=2)
+    errors: list[InputError] = []
+    given = [views[0].numpy(), [0.1], "photo.png", views[1]]
+    answers = list(tt.Session(task).run(given, on_error=lambda _, error: errors.append(error)))
+    assert len(answers) == 2 and answers[0][0] is given[0]
+    assert ["got a list" in str(errors[0]), "got a str" in str(errors[1])] == [True, True]

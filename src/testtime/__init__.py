@@ -16,6 +16,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 __version__ = "0.1.0"
 
 _MODULES = {
+    "Answers": "testtime.session.classify",
     "Features": "testtime.encoding.store",
     "FeatureError": "testtime.types",
     "ImageError": "testtime.types",
@@ -29,6 +30,7 @@ _MODULES = {
     "TesttimeError": "testtime.types",
     "UnknownName": "testtime.types",
     "build_task": "testtime.text.prompts",
+    "classify": "testtime.session.classify",
     "folder": "testtime.images.reading",
     "load_encoder": "testtime.encoding.encoders",
     "make_method": "testtime.registry",
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from testtime.encoding.store import Features, save_features
     from testtime.images.reading import folder
     from testtime.registry import make_method, method_names
+    from testtime.session.classify import Answers, classify
     from testtime.session.session import Session
     from testtime.steppers.sweep import sweep
     from testtime.synthetic import toy

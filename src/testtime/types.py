@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from testtime import display
 from testtime.errors import FeatureError as FeatureError
 from testtime.errors import ImageError as ImageError
 from testtime.errors import InputError as InputError
@@ -92,6 +93,10 @@ class Task:
         if not (self.text.norm(dim=1) > 0).all():
             raise FeatureError("A text prototype is zero; every class needs a direction.")
 
+    def __repr__(self) -> str:
+        names, encoder = display.listed(self.classnames), display.line(self.encoder, 30)
+        return f"Task({self.classes} classes: {names}; dim {self.dim}{encoder and ', ' + encoder})"
+
     @property
     def classes(self) -> int:
         """C, the number of classes."""
@@ -113,7 +118,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prediction:
-    """One image's answer, beside that of the frozen classifier."""
+    """One image's answer, beside that of the frozen classifier. A notebook draws it as bars."""
 
     label: str
     confidence: float  # probability of `label`, 0 to 1
@@ -125,6 +130,27 @@ class Prediction:
     index: int  # of `label` in the task's class names
     zero_shot_index: int
     logits: Tensor  # (C,), on the CPU
+    probabilities: Tensor  # (C,), on the CPU
+    classnames: tuple[str, ...]  # those of the task
+
+    def __repr__(self) -> str:
+        answer, frozen = (display.line(name, 32) for name in (self.label, self.zero_shot))
+        return (
+            f"Prediction({answer} {self.confidence:.1%}, zero-shot {frozen} {self.zero_shot_confidence:.1%}"
+            f"{', learned' * self.learned})"
+        )
+
+    def _repr_html_(self) -> str:
+        frozen = f"zero-shot: {display.safe(self.zero_shot)} {self.zero_shot_confidence:.1%}"
+        learned = "learned from" if self.learned else "not learned from"
+        bars = display.bars(self.top())
+        return f"<div><b>{display.safe(self.label)}</b> ({frozen}; {learned}){bars}</div>"
+
+    def top(self, count: int = 5) -> list[tuple[str, float]]:
+        """The most probable classes, each with its probability, the best first."""
+        best = self.probabilities.topk(min(count, len(self.probabilities)))
+        names = [self.classnames[index] for index in best.indices.tolist()]
+        return list(zip(names, best.values.tolist(), strict=True))
 
     @classmethod
     def of(
@@ -164,6 +190,8 @@ class Prediction:
             index=index,
             zero_shot_index=zero_index,
             logits=answer,
+            probabilities=probabilities,
+            classnames=task.classnames,
         )
 
 

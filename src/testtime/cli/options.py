@@ -139,23 +139,17 @@ def source_of(
 
     Classes are those given, or by default the dataset's own.
     """
-    from testtime.datasets import find_dataset, labels_among
-    from testtime.datasets.dataset import UNNAMED, shortened
-    from testtime.text.prompts import check_classes
+    from testtime.datasets import find_dataset, with_classes
+    from testtime.datasets.dataset import shortened
 
     data = find_dataset(what, root, labelled=False, every=every)
-    given = classes is not None or file is not None
-    for line in data.notes:
-        if not (given and line.startswith(UNNAMED)):
-            note(f"note: {line}")
-    if not given and not data.classnames:
-        raise InputError(f"{what} has no class names. {CLASSES_NEEDED}")
-    if given:
-        names = class_names(classes, file)
-    else:
-        names = check_classes(data.classnames, allow_duplicates=True)
+    given = None if classes is None and file is None else class_names(classes, file)
+    names, labels, notes = with_classes(data, given, CLASSES_NEEDED)
+    for line in notes:
+        note(f"note: {line}")
+    if given is None:
         note(f"{len(names)} classes of {data.name}: {shortened(names)}")
-    return data, names, labels_among(data, names)
+    return data, names, labels
 
 
 def class_names(classes: str | None, file: Path | None) -> tuple[str, ...]:

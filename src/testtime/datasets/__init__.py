@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import glob
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from testtime.datasets import own, shards, tables
 from testtime.datasets.benchmarks import BENCHMARKS, DATASETS, Benchmark, benchmark, templates
-from testtime.datasets.dataset import Dataset, labels_among, listed_images, subfolders
+from testtime.datasets.dataset import UNNAMED, Dataset, labels_among, listed_images, subfolders
 from testtime.datasets.locate import Location, identify, locate, open_benchmark, read_benchmark
 from testtime.datasets.own import read_folders
 from testtime.datasets.splits import SPLIT, read_split
 from testtime.images import formats
 from testtime.images.formats import IMAGE_SUFFIXES, VIDEO_SUFFIXES
+from testtime.text.prompts import check_classes
 from testtime.types import InputError, MissingPart
 
 __all__ = [
     "BENCHMARKS", "DATASETS", "Benchmark", "Dataset", "Location", "benchmark", "find_dataset", "identify",
     "labels_among", "locate", "open_dataset", "read_benchmark", "read_folders", "read_split", "templates",
+    "with_classes",
 ]  # fmt: skip
 
 FORMS = (
@@ -94,6 +97,20 @@ def find_dataset(what: str, root: Path | None = None, *, labelled: bool = True, 
         why = f" ({'; '.join(dataset.notes)})" if dataset.notes else ""
         raise InputError(f"{what} has no labels to score with{why}: put images in folders named after their classes.")
     return dataset
+
+
+def with_classes(
+    data: Dataset, given: Sequence[str] | None, way_out: str
+) -> tuple[tuple[str, ...], list[int | None], list[str]]:
+    """The classes to tell apart, each image's class where it is known, and the notes that matter.
+
+    Classes are those given, or else the dataset's own; the error for one that has none ends with `way_out`.
+    """
+    if given is None and not data.classnames:
+        raise InputError(f"{data.name} has no class names. {way_out}")
+    names = check_classes(data.classnames if given is None else given, allow_duplicates=given is None)
+    notes = [note for note in data.notes if given is None or not note.startswith(UNNAMED)]
+    return names, labels_among(data, names), notes
 
 
 def _open_file(file: Path, part: str) -> Dataset:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from testtime.display import line, listed
 from testtime.files import read_bytes
 from testtime.images.reading import IMAGE_SUFFIXES, class_numbers, labels_from_folders
 from testtime.registry import folded_name
@@ -36,6 +37,11 @@ class Dataset:
 
     def __len__(self) -> int:
         return len(self.paths)
+
+    def __repr__(self) -> str:
+        classes = f"{len(self.classnames)} classes: {listed(self.classnames)}" if self.classnames else "no class names"
+        labelled = "no labels" if self.labels is None else "labelled"
+        return f"Dataset({line(self.name, 24)}, {len(self):,} images, {labelled}, {classes})"
 
 
 def _printable(text: str) -> str:

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from testtime import files
+from testtime.display import line
 from testtime.ops import unit, unit_views
 from testtime.types import FeatureError, Task
 
@@ -93,6 +94,11 @@ class Features:
 
     def __len__(self) -> int:
         return self._ends[-1]
+
+    def __repr__(self) -> str:
+        labelled = "no labels" if self.labels is None else "labelled"
+        sizes = f"{len(self):,} images, views {self.views}, dim {self.dim}, {len(self.text)} classes"
+        return f"Features({line(self.path.name, 32)}: {sizes}, {labelled})"
 
     def task(
         self, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", context: bool = False

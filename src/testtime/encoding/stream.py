@@ -29,6 +29,7 @@ from functools import cache
 from itertools import chain, count, groupby
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -38,11 +39,11 @@ from testtime.encoding.encoders import needed
 from testtime.images import reading
 from testtime.images.diffusion import variation_views
 from testtime.images.draw import Drawn, draw
-from testtime.images.gpu_views import as_pixels, grey_views
+from testtime.images.gpu_views import as_pixels, as_tensor, grey_views
 from testtime.images.views import views
 from testtime.machine.threads import workers
 from testtime.ops import checked_views, refuse_views, unit_views
-from testtime.types import DeviceEncoder, Encoder, InputError, StoredImage, ViewPlan
+from testtime.types import DeviceEncoder, Encoder, FeatureError, InputError, StoredImage, ViewPlan
 
 ROWS = 8  # views per block that a CPU thread encodes
 LAUNCH = 64  # views per launch on a GPU, or those of one image if it has more
@@ -55,7 +56,12 @@ LARGE = 2**28  # bytes of an image from which its memory is returned to the syst
 PINNED = 2**26  # bytes of an image up to which it is pinned: pinned memory is never returned
 
 # a path or stored image, a Pillow image, pixels (H, W, 3) uint8; or features
-Source: TypeAlias = str | StoredImage | Image.Image | Tensor
+Source: TypeAlias = str | StoredImage | Image.Image | Tensor | np.ndarray
+FLOATS = (np.float16, np.float32, np.float64)
+ACCEPTED = (
+    "an image is a path, a Pillow image or pixels (H, W, 3) uint8; features are a tensor or a NumPy array of floats, "
+    "(D,) or (V, D)"
+)
 
 _drawing = threading.Lock()  # a source of variations need not be thread-safe
 
@@ -87,7 +93,7 @@ def stream(
     """The features of each image, in order; `indices` are their positions in the input, by default from 0 on.
 
     They have the dtype and device of `like`, or else those of the encoder's output. Features given instead of images,
-    (D,) or (V, D), are only normalised and checked.
+    (D,) or (V, D), are only normalised and checked. Pixels and features may be tensors or NumPy arrays.
 
     >>> import testtime as tt
     >>> from PIL import Image
@@ -102,10 +108,11 @@ def stream(
     if head is None:
         return
     numbered = chain([head], numbered)
-    if isinstance(head[1], Tensor) and head[1].dtype != torch.uint8:  # pixels are bytes
+    if _is_features(head[1]):
         yield from _pass_through(numbered, like)
     elif encoder is None:
-        raise InputError("This session has no encoder; release features, or make it with Session(..., encoder=).")
+        _check_image(head[1])
+        raise InputError("This session has no encoder; give features, or make it with Session(..., encoder=).")
     elif plan.variations is None and on_device(encoder := needed(encoder)):
         yield from _Device(encoder, plan, like).run(numbered)
     else:
@@ -127,9 +134,36 @@ def on_device(encoder: Encoder) -> TypeGuard[DeviceEncoder]:
     return isinstance(encoder, DeviceEncoder) and encoder.device.type == "cuda"
 
 
-def _pass_through(numbered: Iterator[tuple[int, Any]], like: Tensor | None) -> Iterator[Encoded]:
-    for index, rows in numbered:
-        yield _unit(index, rows, rows[None] if rows.ndim == 1 else rows, like)
+def _is_features(source: Any) -> bool:
+    """Whether a source is features: numbers other than bytes, which are pixels."""
+    return isinstance(source, Tensor | np.ndarray) and source.dtype not in (torch.uint8, np.uint8)
+
+
+def _check_image(source: Any) -> None:
+    """Refuse anything that is no image."""
+    if _is_features(source) or not isinstance(source, str | StoredImage | Image.Image | Tensor | np.ndarray):
+        what = f"an array of {source.dtype}" if hasattr(source, "dtype") else f"a {type(source).__name__}"
+        raise InputError(f"Expected an image, got {what}: {ACCEPTED}.")
+
+
+def as_rows(source: Any) -> Tensor:
+    """Features (D,) or (V, D), a tensor or a NumPy array, as rows (V, D)."""
+    if not _is_features(source):
+        raise InputError(f"Expected features like those before, got a {type(source).__name__}: {ACCEPTED}.")
+    if source.ndim not in (1, 2) or (isinstance(source, np.ndarray) and source.dtype.type not in FLOATS):
+        raise FeatureError(f"Expected features, got {source.dtype} {tuple(source.shape)}: {ACCEPTED}.")
+    rows = as_tensor(source) if isinstance(source, np.ndarray) else source
+    return rows[None] if rows.ndim == 1 else rows
+
+
+def _pass_through(numbered: Iterator[tuple[int, Source]], like: Tensor | None) -> Iterator[Encoded]:
+    for index, source in numbered:
+        try:
+            rows = as_rows(source)
+        except InputError as error:
+            yield Encoded(index, source, None, error)
+        else:
+            yield _unit(index, source, rows, like)
 
 
 def _unit(index: int, source: Source, rows: Tensor, like: Tensor | None) -> Encoded:
@@ -193,11 +227,12 @@ class _Share:
             self.size = size
 
 
-def _opened(source: Source, share: _Share) -> Image.Image:
-    """A Pillow image of a source; before decoding, it reserves its share of the memory."""
+def as_image(source: Source, admit: Callable[[tuple[int, int]], object] | None = None) -> Image.Image:
+    """A Pillow image of a source; `admit` is called with the size of a file's image before it is decoded."""
+    _check_image(source)
     if isinstance(source, str | StoredImage):
-        return reading.read_image(source, share.admit)
-    return Image.fromarray(as_pixels(source).cpu().numpy()) if isinstance(source, Tensor) else source
+        return reading.read_image(source, admit)
+    return source if isinstance(source, Image.Image) else Image.fromarray(as_pixels(source).cpu().numpy())
 
 
 @contextmanager
@@ -245,7 +280,7 @@ def _prepare(
     share = _Share(budget, wait=True)  # for images in progress, which never wait themselves
     try:
         with _memory_errors(source):
-            pixels = _views(_opened(source, share), encoder, plan, index)
+            pixels = _views(as_image(source, share.admit), encoder, plan, index)
     finally:
         share.keep(0)
     return [pool.submit(encoder.encode_images, block) for block in pixels.split(ROWS)]
@@ -332,7 +367,8 @@ class _Device:
         share, plan = _Share(self.budget, force=now), self.plan
         try:
             with _memory_errors(source):
-                pixels = as_pixels(source if isinstance(source, Tensor) else _opened(source, share))
+                _check_image(source)
+                pixels = as_pixels(source if isinstance(source, Tensor | np.ndarray) else as_image(source, share.admit))
                 share.keep(pixels.nbytes)  # decoded, it takes less
                 height, width = pixels.shape[:2]
                 size = self.encoder.preprocess.size

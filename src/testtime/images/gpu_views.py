@@ -40,8 +40,15 @@ EPSILON = 0.01
 _broken = False  # whether Triton has failed in this process
 
 
-def as_pixels(image: Image.Image | Tensor) -> Tensor:
-    """Pixels (H, W, 3) uint8 of a Pillow image; a tensor is checked and returned as it is."""
+def as_tensor(array: np.ndarray) -> Tensor:
+    """A NumPy array as a tensor: a copy, since torch takes no array that is read-only, flipped or of foreign bytes."""
+    return torch.from_numpy(np.array(array, array.dtype.newbyteorder("="), order="C"))
+
+
+def as_pixels(image: Image.Image | Tensor | np.ndarray) -> Tensor:
+    """Pixels (H, W, 3) uint8 of a Pillow image or a NumPy array; a tensor is checked and returned as it is."""
+    if isinstance(image, np.ndarray) and image.dtype == np.uint8:
+        image = as_tensor(image)
     if isinstance(image, Tensor):
         if image.ndim != 3 or image.shape[2] != 3 or image.dtype != torch.uint8 or 0 in image.shape:
             raise InputError(f"Pixels must be (H, W, 3) uint8; got {image.dtype} {tuple(image.shape)}.")

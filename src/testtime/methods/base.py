@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, TypeAlias, get_args, get_origin
 
 import torch
 from torch import Tensor
 
+from testtime.display import line
 from testtime.registry import kinds
 from testtime.registry import require as require
 from testtime.types import Task
@@ -21,7 +22,10 @@ LARGEST = 2**31  # for integer settings, so that sizes computed from them do not
 
 @dataclass(frozen=True)
 class Base:
-    """A frozen dataclass of plain settings; subclasses add `init` and `step`."""
+    """A frozen dataclass of plain settings; subclasses add `init` and `step`.
+
+    Its `repr` has only the settings that differ from the defaults, or from the nearest preset.
+    """
 
     name: ClassVar[str]
     summary: ClassVar[str]  # one line for `testtime list methods`
@@ -31,6 +35,21 @@ class Base:
     remembers: ClassVar[bool] = False  # whether later images are affected by earlier ones
     gradients: ClassVar[str] = "none"  # none, closed form, or autograd
     needs_tower: ClassVar[bool] = False  # whether gradients pass through the text tower
+
+    def __init_subclass__(cls) -> None:
+        if "__repr__" not in vars(cls):
+            cls.__repr__ = Base.__repr__  # type: ignore[method-assign]  # else `dataclass` writes one of every setting
+
+    def __repr__(self) -> str:
+        cls = type(self)
+        starts = {cls.__name__: {entry.name: entry.default for entry in fields(self)}}
+        starts |= {f"{cls.__name__}.{name}": vars(getattr(cls, name)()) for name in self.presets}
+        changed = {
+            start: [f"{key}={value!r}" for key, value in vars(self).items() if value != settings[key]]
+            for start, settings in starts.items()
+        }
+        nearest = min(changed, key=lambda start: len(changed[start]))
+        return f"{nearest}({line(', '.join(changed[nearest]), 80)})"
 
     def __post_init__(self) -> None:
         for name, kind in kinds(type(self)).items():

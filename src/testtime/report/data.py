@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from testtime import metrics
+from testtime.display import line
 from testtime.types import InputError
 
 T = TypeVar("T")
@@ -157,8 +158,23 @@ class Table:
                 raise InputError(f"'{self.title}': a row of {len(row)} cells under a head of {len(self.head)}.")
 
 
-@dataclass(frozen=True)
-class StreamReport:
+class _Page:
+    """What the reports share: one line of text, and in a notebook their page, in a frame of its own."""
+
+    title: str
+    subtitle: str
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({line(self.title, 40)}: {line(self.subtitle, 50)})"
+
+    def _repr_html_(self: Section) -> str:  # type: ignore[misc]
+        from testtime.report.page import framed
+
+        return framed(self)
+
+
+@dataclass(frozen=True, repr=False)
+class StreamReport(_Page):
     """One stream and the methods that were run over it; the first curve is the baseline (zero-shot)."""
 
     title: str
@@ -188,8 +204,8 @@ class StreamReport:
         _check_images(self, images)
 
 
-@dataclass(frozen=True)
-class UnlabelledReport:
+@dataclass(frozen=True, repr=False)
+class UnlabelledReport(_Page):
     """One stream without labels: what the last method changed relative to the first, the baseline (zero-shot)."""
 
     title: str
@@ -212,8 +228,8 @@ class UnlabelledReport:
         _check_images(self, images)
 
 
-@dataclass(frozen=True)
-class TablesReport:
+@dataclass(frozen=True, repr=False)
+class TablesReport(_Page):
     """An experiment as tables, figures of its settings and contents of queues, without its own stream."""
 
     title: str

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from testtime.display import short as short
+
 
 def count(number: int, noun: str) -> str:
     """A number with its noun: 1 image, 2,465 images.
@@ -34,11 +36,6 @@ def milliseconds(seconds: float, images: int) -> str:
 def px(value: float) -> str:
     """A length in pixels, to a tenth."""
     return f"{value:.1f}".removesuffix(".0")
-
-
-def short(name: str, most: int) -> str:
-    """The name, truncated with an ellipsis if it is longer than `most` characters."""
-    return name if len(name) <= most else name[: most - 1].rstrip() + "…"
 
 
 def text_width(label: str) -> float:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from functools import cache
-from html import escape
 from importlib.resources import files
 from typing import NamedTuple
+
+from testtime.display import safe as safe
+from testtime.display import safe_characters as safe_characters
 
 WIDE = ' class="wide"'  # of cells that are hidden on narrow screens
 
@@ -20,16 +21,6 @@ class Cell(NamedTuple):
 
 
 Row = Sequence[object]  # cells; the first is the row's heading
-
-
-def safe(text: object) -> str:
-    """Text for HTML and XML alike: markup escaped, characters that XML forbids replaced."""
-    return escape(safe_characters(str(text)))
-
-
-def safe_characters(text: str) -> str:
-    """Text without the characters that XML forbids."""
-    return re.sub("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", text)
 
 
 def table(head: Row, *bodies: Iterable[Row], kind: str = "", caption: str = "") -> str:

@@ -46,6 +46,12 @@ def html(sections: Sequence[Section], conditions: Mapping[str, str], title: str)
     return asset("page.html").format(title=safe(title), style=style, body="\n".join(parts), script=script)
 
 
+def framed(section: Section) -> str:
+    """The page of one report for a notebook: in a sandboxed frame, so that neither changes the other."""
+    page = safe(html([section], {}, "testtime report"))
+    return f'<iframe sandbox="allow-scripts" style="width:100%;height:640px;border:0" srcdoc="{page}"></iframe>'
+
+
 def _compared(section: Section) -> list[str]:
     """The names that need their own colour: the baseline is grey."""
     if isinstance(section, TablesReport):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -21,9 +19,8 @@ def make_thumbnails(images: Mapping[int, str | StoredImage], most: int = MOST, t
 
     Stops at `most` thumbnails, or before they exceed `total` bytes, so give the important ones first.
     """
-    from PIL import Image, ImageOps
-
     from testtime.images.reading import read_image
+    from testtime.images.thumbnail import thumbnail_uri
 
     made: dict[int, str] = {}
     size = 0
@@ -31,12 +28,9 @@ def make_thumbnails(images: Mapping[int, str | StoredImage], most: int = MOST, t
         if len(made) == most:
             break
         try:
-            thumb = ImageOps.fit(read_image(image), (SIDE, SIDE), Image.Resampling.LANCZOS)
+            uri = thumbnail_uri(read_image(image), SIDE)
         except ImageError:
             continue
-        data = io.BytesIO()
-        thumb.save(data, "JPEG", quality=72, optimize=True)
-        uri = "data:image/jpeg;base64," + base64.b64encode(data.getvalue()).decode()
         size += len(uri)
         if size > total:
             break

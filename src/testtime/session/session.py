@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Iterator, Sized
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from testtime import registry
 from testtime.calibration import Calibration
+from testtime.display import in_notebook, line
 from testtime.machine.interrupts import deferred_interrupts
 from testtime.ops import unit_views
 from testtime.session import saved_state
@@ -28,7 +29,6 @@ from testtime.types import (
     Method,
     Prediction,
     StateError,
-    StoredImage,
     Task,
     Variations,
     ViewPlan,
@@ -37,11 +37,7 @@ from testtime.types import (
 )
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
-
-    from testtime.encoding.stream import Encoded
-
-    Source: TypeAlias = Image | str | StoredImage | Tensor
+    from testtime.encoding.stream import Encoded, Source
 
 S = TypeVar("S", bound="Source")
 
@@ -52,7 +48,7 @@ class Seen:
 
     index: int  # the image's position in the input
     source: Source  # as it was given
-    views: Tensor | None  # (V, D) unit rows
+    views: Tensor | None = field(repr=False)  # (V, D) unit rows
     prediction: Prediction | None  # which says whether the image was learned from
     error: InputError | None  # why there are no views and no prediction
 
@@ -63,8 +59,9 @@ Observer: TypeAlias = Callable[[Seen], object]
 class Session:
     """A task, a method and what it has learned so far.
 
-    `step` predicts, then adapts; `predict` only predicts. Both take an image (a Pillow image or a path, with an
-    encoder) or features: (D,) for one view, (V, D) for several, row 0 the image itself. `variations` of an image
+    `step` predicts, then adapts; `predict` only predicts. Both take an image (a path, a Pillow image or pixels
+    (H, W, 3) uint8, with an encoder) or features: (D,) for one view, (V, D) for several, row 0 the image itself.
+    Pixels and features may be tensors or NumPy arrays. `variations` of an image
     (`testtime.images.diffusion`) follow its views, as many as there are crops. The fastest stepper that supports the
     method does the work (`testtime.steppers`), unless `reference` asks for the method's own steps.
 
@@ -123,7 +120,14 @@ class Session:
         self.reset()
 
     def __repr__(self) -> str:
-        return f"Session({self.method!r}, {self.task.classes} classes, {self.count} images seen)"
+        encoder = line(self.task.encoder, 30) or "features"
+        images = f"{self.count:,} image{'' if self.count == 1 else 's'} seen"
+        return f"Session({line(self.method.name, 30)}, {self.task.classes} classes, {encoder}, {images})"
+
+    def _repr_html_(self) -> str:
+        from testtime.session.display import session_html
+
+        return session_html(self)
 
     def reset(self) -> None:
         """Forget the stream: back to before the first image."""
@@ -160,7 +164,7 @@ class Session:
     def step(self, image: Source) -> Prediction:
         """Predict one image, then learn from it. A refused image leaves everything as it was."""
         with self._lock:
-            ((_, prediction),) = self.run([image])
+            ((_, prediction),) = self._run([image], None)
         return prediction
 
     def predict(self, image: Source) -> Prediction:
@@ -199,7 +203,11 @@ class Session:
         return logits.clone()  # out of inference mode: an ordinary tensor
 
     def run(
-        self, images: Iterable[S], *, on_error: Callable[[S, InputError], None] | None = None
+        self,
+        images: Iterable[S],
+        *,
+        on_error: Callable[[S, InputError], None] | None = None,
+        progress: bool | None = None,
     ) -> Generator[tuple[S, Prediction], None, None]:
         """Each image with its prediction, in order; images are read and encoded ahead of the adaptation.
 
@@ -209,7 +217,28 @@ class Session:
         An interrupt while an image is being answered is raised when the next one is requested or the run is closed, and
         so is an observer's error: every image that is counted has an answer. An interrupt in the caller's own code is
         raised there.
+
+        `progress` draws a bar, in a notebook or on standard error; by default, only in a notebook.
         """
+        answers = self._run(images, on_error)
+        return self._watched(answers, images) if (in_notebook() if progress is None else progress) else answers
+
+    def _watched(
+        self, answers: Generator[tuple[S, Prediction], None, None], images: Iterable[S]
+    ) -> Generator[tuple[S, Prediction], None, None]:
+        """The answers of a run, with a progress bar."""
+        from testtime.session.display import bar
+
+        start = self.position
+        with bar(len(images) if isinstance(images, Sized) else None) as advance, closing(answers):
+            for answer in answers:
+                advance(self.position - start)
+                yield answer
+            advance(self.position - start)  # the last images may have been skipped
+
+    def _run(
+        self, images: Iterable[S], on_error: Callable[[S, InputError], None] | None
+    ) -> Generator[tuple[S, Prediction], None, None]:
         for entry in self._encoded(images):
             if entry.error is not None:
                 with self._lock, deferred_interrupts():

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from testtime.display import line
 from testtime.machine.devices import find_device
 from testtime.registry import Entry, Kind, unknown
 from testtime.types import Encoder, SettingError
@@ -104,7 +105,13 @@ class Deferred:
                 self._loaded = load_encoder(self.name, self.device)
         return self._loaded
 
+    def __repr__(self) -> str:
+        size = "not loaded" if self._loaded is None else f"dim {self._loaded.dim}"
+        return f"Deferred({line(self.name, 60)}, {size}, {self.device})"
+
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # notebooks and copies look for such names, and must not load it
+            raise AttributeError(f"'Deferred' has no attribute '{name}'")
         return getattr(self.loaded, name)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from testtime.display import line
 from testtime.encoding import vit
 from testtime.encoding.compiled import ALIKE, COARSE, verified
 from testtime.types import InputError, MissingPart, Preprocess
@@ -27,6 +28,10 @@ class TwoTowers(ABC):
 
     def __init__(self, name: str, preprocess: Preprocess, device: torch.device, dtype: torch.dtype) -> None:
         self.name, self.preprocess, self.device, self.dtype = name, preprocess, device, dtype
+
+    def __repr__(self) -> str:
+        precision = "float8" if self.float8 else str(self.dtype).removeprefix("torch.")
+        return f"{type(self).__name__}({line(self.name, 60)}, dim {self.dim}, {self.device}, {precision})"
 
     @abstractmethod
     def image_features(self, pixels: Tensor) -> Tensor:
