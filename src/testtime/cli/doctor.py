@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
-from rich.padding import Padding
 from rich.table import Table
 
 from testtime.cli import options
@@ -77,18 +76,24 @@ def doctor(
 def _print_page(findings: list[Finding]) -> None:
     """Print the findings, worst first: what was seen, why it matters, the way out; fine ones on one line each."""
     width = min(out.width, WIDEST)
+    previous = findings[0].severity if findings else ""
     for finding in findings:
+        if finding.severity != previous or finding.severity in ("problem", "warning"):
+            out.print()
+        previous = finding.severity
         table = Table.grid(padding=(0, 1))
         table.add_column(width=1)
         table.add_column(max_width=width - 2, overflow="fold")
+        seen, why, fix = map(escape, finding[2:])
         if finding.severity == "fine":
-            table.add_row(MARKS["fine"], f"[dim]{escape(finding.seen)}[/]")
-            out.print(table, highlight=False)
-            continue
-        table.add_row(MARKS[finding.severity], f"[bold]{escape(finding.seen)}[/]")
-        table.add_row("", escape(finding.why))
-        table.add_row("[cyan]→[/]", f"[cyan]{escape(finding.fix)}[/]")
-        out.print(Padding(table, (0, 0, 1, 0)), highlight=False)
+            table.add_row(MARKS["fine"], f"[dim]{seen}[/]")
+        elif finding.severity == "note":
+            table.add_row(MARKS["note"], f"{seen} [dim]{why}[/] [cyan]{fix}[/]")
+        else:
+            table.add_row(MARKS[finding.severity], f"[bold]{seen}[/]")
+            table.add_row("", why)
+            table.add_row("[cyan]→[/]", f"[cyan]{fix}[/]")
+        out.print(table, highlight=False)
     counts = {kind: sum(finding.severity == kind for finding in findings) for kind in ("problem", "warning", "note")}
     said = [counted(count, kind) for kind, count in counts.items() if count]
     style = "red" if counts["problem"] else "yellow" if counts["warning"] else "green"

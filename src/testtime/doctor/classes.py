@@ -15,11 +15,12 @@ from testtime.registry import folded_name
 from testtime.text.templates import PROMPTS
 from testtime.types import Encoder
 
-# cosine of two names' texts from which they count as synonyms. MiniLM gives 0.92 to the closest pair of Caltech101's
-# hundred classes ('cougar body' and 'cougar face'), and 0.98 to "bike" and "bicycle"
-SYNONYMS = 0.96
-# share of the distance between texts under "a photo of a {}." that a template must keep; the sets of CLIP's notebook
-# keep 0.5 and more, a class that is cut off at the last token keeps 0
+# distance of two names' texts (1 - cosine), as a share of the mean distance, below which they count as synonyms. With
+# MiniLM the closest two of Caltech101's hundred classes, 'cougar body' and 'cougar face', have 0.13; 'car' and
+# 'automobile' 0.09, 'tv' and 'television' 0.03
+SYNONYMS = 0.11
+# share of the distance between texts under "a photo of a {}." that a template must keep; with MiniLM our own templates
+# keep 0.62 and more, and a class that is cut off at the last token keeps 0
 KEPT = 0.1
 CLOSE = 0.75  # similarity (difflib) of two names from which one is taken for a misspelling of the other
 EMPTY = re.compile(r"(class|label|category|cat|id|folder|group|type|c|k)?[ _-]*\d+|n\d{8}", re.IGNORECASE)
@@ -67,16 +68,20 @@ def check_folders(folders: Sequence[str], classes: Sequence[str]) -> list[Findin
     pairs = ", ".join(f"'{folder}' (class '{name}'?)" for folder, name in list(nearest.items())[:3])
     others = [name for name in lost if name not in nearest]
     listed = "; ".join(filter(None, [pairs, some(others)]))
-    all_lost = len(lost) == len(folders)
+    rest = [name for name in without if name not in nearest.values()]
+    if all_lost := len(lost) == len(folders):
+        seen = f"None of {len(folders):,} folders is named after a class: {listed}."
+    else:
+        seen = (
+            f"{len(lost):,} of {len(folders):,} folders {'match' if len(lost) > 1 else 'matches'} no class: {listed}."
+        )
     return [
         Finding(
             "folders",
             "problem" if nearest or all_lost else "warning",
-            f"{'None' if all_lost else f'{len(lost):,}'} of {len(folders):,} folders "
-            f"{'is named after a class' if all_lost else 'match no class'}: {listed}."
-            + (f" Classes without a folder: {some(without)}." if without else ""),
+            seen + (f" Classes without a folder: {some(rest)}." if rest else ""),
             "Their images get an answer, but cannot be scored.",
-            "Rename the folders, or write the classes as the folders are named; without --classes, folders name them.",
+            "Write classes and folders alike, or leave out --classes: the folders then name them.",
         )
     ]
 
@@ -123,13 +128,14 @@ def _singular(word: str) -> str:
 
 def check_synonyms(names: Sequence[str], text: Tensor) -> list[Finding]:
     """Names whose texts (C, D), unit rows, the encoder can hardly tell apart."""
-    cosines = (text @ text.T).triu(1)
-    pairs = [(names[i], names[j]) for i, j in (cosines > SYNONYMS).nonzero().tolist()]
-    pairs = [(a, b) for a, b in pairs if not _written_alike(a, b)]
-    # where most names look alike, it is the tower or the template that is at fault
-    if not pairs or 4 * len(pairs) > len(names) * (len(names) - 1) / 2:
+    distances = 1 - text @ text.T
+    count = len(names)
+    mean = distances.sum() / (count * (count - 1))  # the diagonal is 0
+    close = (distances < SYNONYMS * mean).triu(1).nonzero().tolist()
+    pairs = [(names[i], names[j]) for i, j in close if not _written_alike(names[i], names[j])]
+    if not pairs:
         return []
-    return [_alike("synonyms", pairs, f"have nearly the same text feature (cosine above {SYNONYMS})")]
+    return [_alike("synonyms", pairs, "mean nearly the same to the text tower")]
 
 
 def _alike(id: str, pairs: Sequence[tuple[str, str]], how: str) -> Finding:

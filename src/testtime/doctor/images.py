@@ -12,7 +12,6 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-from testtime.datasets.dataset import shortened
 from testtime.doctor.finding import Finding, fine
 from testtime.images.reading import IMAGE_SUFFIXES
 
@@ -20,11 +19,11 @@ TINY = 32  # pixels of the shortest side: CIFAR's size, which CLIP's 224 blows u
 HUGE = 24_000_000  # pixels: a full-frame camera's; decoding one takes longer than encoding it on a GPU
 THUMBNAIL = 16  # pixels a side
 # mean difference in grey levels of two thumbnails up to which images count as copies; JPEG at quality 75 moves it by
-# 0.3, and the closest two of PACS's sketches, white paper with thin lines, are 2.9 apart
+# 0.25, and the closest two of PACS's sketches, white paper with thin lines, are 2.4 apart
 SAME = 1.0
 COPIES = 0.05  # share of the sample that are copies of another from which it is worth a word
 GREY = 6  # largest difference of two channels, in grey levels, that still looks grey after JPEG
-# shares of grey images between which a set is mixed. Caltech101 has 7%, PACS's art 1%; all grey, as sketches, is a domain
+# shares of grey images between which a set is mixed. Caltech101 has 7%, PACS's photographs 1%; all grey is a domain
 MIXED = (0.2, 0.9)
 SCARCE = 50  # times that one class is more frequent than another from which it is noted; Caltech101's test split has 40
 UNREAD = ".heic .heif .jp2 .jxl .psd .svg .dng .cr2 .cr3 .nef .arw .raw .mp4 .mov .avi .mkv .npy .pdf".split()
@@ -169,9 +168,9 @@ def check_left_out(source: str | Path) -> list[Finding]:
         Finding(
             "left-out",
             "warning",
-            f"{kinds.total():,} files are left out: {listed}.",
-            f"Only {shortened([kind[1:] for kind in IMAGE_SUFFIXES], 20)} files are read.",
-            "Convert them: mogrify -format jpg *.heic",
+            f"Files that are not read as images: {listed}.",
+            "They get no answer, and nothing else mentions them.",
+            f"Convert them to JPEG, if they matter: mogrify -format jpg '*{kinds.most_common(1)[0][0]}'",
         )
     ]
 

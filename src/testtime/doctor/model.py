@@ -14,12 +14,15 @@ from testtime.doctor.finding import Finding, fine
 from testtime.types import Encoder, Preprocess, Task
 
 FEWEST = 20  # images from which features are judged: below, every statistic here is noise
-# Features of random weights vary along few directions: their effective rank (participation ratio of the spectrum) is 2
-# to 5 on photographs for ViT-B/32, RN50 and the tiny encoder. Trained ones have 13 (sketches) to 80 (Caltech101).
+FEWEST_CLASSES = 5  # likewise for the towers: the texts of two classes vary along one direction, which may be any
+# Features of random weights vary along few directions: on photographs, their effective rank (the participation ratio of
+# the spectrum) is 1 (RN50) to 4 (ViT-B/32, the tiny encoder). Trained ones have 9 (40 sketches) to 80 (Caltech101).
 RANK = 6.0
-ALIKE = 0.95  # mean cosine of two images. Trained: 0.39 (Caltech101) to 0.73 (sketches); random on sketches: 0.999
-# how many standard deviations above chance the towers must agree (see `agreement`); trained: 20 and more, for 7 classes
-# and for 100; random, or a text tower of another model: at most 2.5
+ALIKE = (
+    0.95  # mean cosine of two images. Trained: 0.39 (Caltech101) to 0.83 (sketches of one class); RN50, random: 0.999
+)
+# how many standard deviations above chance the towers must agree (see `agreement`). Trained, from five classes on: 14
+# (sketches) to 240 (Caltech101); random, or a text tower of another model: at most 2
 AGREE = 4.0
 ROTATIONS = 24
 UNIFORM = 0.97  # mean entropy, as a share of ln C, from which answers are near uniform; trained: 0.13 to 0.21
@@ -27,6 +30,8 @@ INITIAL_SCALES = (1 / 0.07, 10.0)  # logit scales before training: CLIP's, SigLI
 MATCHED = 0.2  # gain in accuracy by another order of the labels from which that order is believed
 SWAPPED = 0.75  # share of each of two classes that is taken for the other from which they look swapped
 SWAP_IMAGES = 5  # images of each that this needs
+ONE_HIGH = "are shifted by one: each is one too high, as if counted from 1"
+ONE_LOW = "are shifted by one: each is one too low, as if the class names had an extra first line"
 KNOWN = {  # mean and deviation by the family that was trained with them
     "CLIP": ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)),
     "ImageNet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
@@ -57,7 +62,7 @@ def expected_normalisation(encoder: Encoder) -> dict[str, tuple[Any, Any]]:
 
 
 def check_preprocess(encoder: Encoder, pixels: np.ndarray | None) -> list[Finding]:
-    """The encoder's mean and deviation against its family's, and their effect on the sampled `pixels` (n, 3), 0..255."""
+    """The encoder's mean and deviation against its family's, and what they make of `pixels` (n, 3), 0..255."""
     made: Preprocess = encoder.preprocess
     low, high = ([(end - m) / s for m, s in zip(made.mean, made.std, strict=True)] for end in (0.0, 1.0))
     fix = "Set image mean and std in open_clip_config.json or preprocessor_config.json beside the weights"
@@ -173,12 +178,11 @@ def check_features(task: Task, features: Tensor, labels: Sequence[int | None], t
     share = float(answers.bincount().max() / len(answers))
     top = task.classnames[int(answers.bincount().argmax())]
     score = "" if right is None else f" Accuracy is {right:.1%}; guessing gets {chance:.1%}."
-    if agree < AGREE and not above:
-        flat = rank < RANK or cosine > ALIKE
-        if flat:
-            found.append(_random(cosine, rank, share, top, score))
-        else:
-            found.append(_disagree(agree, share, top, score, right is not None))
+    flat = rank < RANK or cosine > ALIKE
+    if flat and agree < AGREE and not above:
+        found.append(_random(cosine, rank, share, top, score))
+    elif agree < AGREE and not above and task.classes >= FEWEST_CLASSES:
+        found.append(_disagree(agree, share, top, score, right is not None))
     elif right is not None:
         found += check_order(task, truth, given) or check_swaps(task, truth, given)
     probabilities = logits.softmax(1)
@@ -232,7 +236,7 @@ def _uniform(entropy: float, task: Task) -> Finding:
     return Finding(
         "uniform",
         "warning",
-        f"Answers are near uniform: their entropy is {entropy:.1%} of the largest, with a logit scale of {task.scale:.4g}.",
+        f"Answers are near uniform, at {entropy:.1%} of the largest entropy; the logit scale is {task.scale:.4g}.",
         "Methods that select by confidence or entropy cannot tell good answers from bad ones.",
         "Check the logit scale in the checkpoint or the feature file: CLIP's is 100.",
     )
@@ -242,8 +246,8 @@ def _hard(right: float, chance: float, neighbours: float, share: float, top: str
     return Finding(
         "hard",
         "note",
-        f"Zero-shot accuracy is {right:.1%}, where guessing gets {chance:.1%}; {share:.0%} of the answers are '{top}'. The "
-        f"weights work: {neighbours:.0%} of the images have a nearest neighbour of their own class.",
+        f"Zero-shot accuracy is {right:.1%}, where guessing gets {chance:.1%}; {share:.0%} of the answers are '{top}'. "
+        f"The weights work: {neighbours:.0%} of the images have a nearest neighbour of their own class.",
         "This encoder cannot name these images, and adaptation starts from its answers.",
         "Try --template 'a sketch of a {}.' or what the images are, and a larger encoder: open_clip:ViT-B-16/openai",
     )
@@ -270,12 +274,14 @@ def _neighbours(features: Tensor, known: Tensor) -> float | None:
 def check_order(task: Task, truth: Tensor, given: Tensor) -> list[Finding]:
     """Whether the answers fit the labels far better in another order: shifted, alphabetical, as text, or any."""
     names, count = list(task.classnames), task.classes
+    if len(truth.unique()) < min(
+        3, count
+    ):  # images of one class that are all taken for another say nothing of an order
+        return []
     straight = _share(given, truth)
     orders = {  # the class that a label stands for, by label
-        "start at 1, so each stands for the class after its own": [(label - 1) % count for label in range(count)],
-        "are one too low, as if the class list had an extra first line": [
-            (label + 1) % count for label in range(count)
-        ],
+        ONE_HIGH: [(label - 1) % count for label in range(count)],
+        ONE_LOW: [(label + 1) % count for label in range(count)],
         "follow the alphabetical order of the class names": sorted(range(count), key=lambda c: names[c].casefold()),
         "follow the order 0, 1, 10, 11, 2: numbers sorted as text": sorted(range(count), key=str),
         "are in reverse order": list(range(count))[::-1],
@@ -287,19 +293,20 @@ def check_order(task: Task, truth: Tensor, given: Tensor) -> list[Finding]:
         return []
     if score >= 0.8 * shuffled:
         order = orders[words]
-        shift = "shifted" if "one" in words or "start" in words else "order"
     else:
-        words, score, shift = "are in another order than the class names", shuffled, "order"
-    examples = [(label, order[label]) for label in sorted(set(truth.tolist())) if order[label] != label][:2]
-    listed = ", ".join(f"images labelled '{names[a]}' look like '{names[b]}'" for a, b in examples)
-    title = "Labels are shifted by one" if shift == "shifted" else "Labels and class names are in different orders"
+        words, score = "are in another order than the class names", shuffled
+    examples = [(label, order[label]) for label in sorted(set(truth.tolist())) if order[label] != label][1:3]
+    listed = "; ".join(f"images labelled '{names[a]}' look like '{names[b]}'" for a, b in examples)
     return [
         Finding(
-            "labels-shifted" if shift == "shifted" else "labels-order",
+            "labels-shifted" if words in (ONE_HIGH, ONE_LOW) else "labels-order",
             "problem",
-            f"{title}: the labels {words}. {listed}. Accuracy is {straight:.1%} as labelled, {score:.1%} in that order.",
-            "Every score against these labels is wrong; the answers themselves are not affected.",
-            "Number the labels from 0 in the order of --classes-file, or write names instead of numbers as labels.",
+            f"The labels {words}{f' ({listed})' if listed else ''}. "
+            f"Accuracy is {straight:.1%} as labelled, {score:.1%} in that order.",
+            "Scores against these labels are wrong; the answers are not affected.",
+            {ONE_HIGH: "Subtract 1 from every label.", ONE_LOW: "Add 1 to every label, or remove the extra line."}.get(
+                words, "Number the labels in the order of the class names, or write names as labels."
+            ),
         )
     ]
 
