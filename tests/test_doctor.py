@@ -305,7 +305,7 @@ def test_folders_sorted_as_text_are_named(stream) -> None:
 
 
 def test_two_swapped_classes_are_named() -> None:
-    everything = Stream(limit=2000)
+    everything = Stream(limit=700)
     accordion, revolver = (everything.task.classnames.index(name) for name in ("accordion", "revolver"))
     swap = torch.arange(100)
     swap[accordion], swap[revolver] = revolver, accordion

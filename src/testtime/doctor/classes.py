@@ -19,6 +19,7 @@ from testtime.types import Encoder
 # MiniLM the closest two of Caltech101's hundred classes, 'cougar body' and 'cougar face', have 0.13; 'car' and
 # 'automobile' 0.09, 'tv' and 'television' 0.03
 SYNONYMS = 0.11
+FEWEST_NAMES = 5  # classes from which there is a mean distance to compare with
 # share of the distance between texts under "a photo of a {}." that a template must keep; with MiniLM our own templates
 # keep 0.62 and more, and a class that is cut off at the last token keeps 0
 KEPT = 0.1
@@ -128,8 +129,10 @@ def _singular(word: str) -> str:
 
 def check_synonyms(names: Sequence[str], text: Tensor) -> list[Finding]:
     """Names whose texts (C, D), unit rows, the encoder can hardly tell apart."""
-    distances = 1 - text @ text.T
     count = len(names)
+    if count < FEWEST_NAMES:
+        return []
+    distances = 1 - text @ text.T
     mean = distances.sum() / (count * (count - 1))  # the diagonal is 0
     close = (distances < SYNONYMS * mean).triu(1).nonzero().tolist()
     pairs = [(names[i], names[j]) for i, j in close if not _written_alike(names[i], names[j])]
