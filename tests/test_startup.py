@@ -41,7 +41,7 @@ def complete(line: str) -> list[str]:
 
 @pytest.mark.parametrize(
     "command",
-    ["", *"run encode replay report train-prompts eval bench list demo version data".split(), "data check"],
+    ["", *"run encode replay report train-prompts eval bench list doctor demo version data".split(), "data check"],
 )
 def test_help_loads_nothing_heavy(command) -> None:
     assert "Usage: testtime" in light(*command.split(), "--help")

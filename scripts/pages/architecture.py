@@ -16,7 +16,7 @@ LAYERS = (
     {"steppers": 2},
     {"session": 1},
     {"report": 1},
-    {"experiments": 0},
+    {"experiments": 0, "doctor": 1},
     {"cli": 0},
 )
 WIDTH, BOX, TALL, STEP = 640, 150, 34, 66

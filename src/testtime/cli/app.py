@@ -14,7 +14,7 @@ import typer
 from rich.markup import escape
 from typer.core import TyperGroup
 
-from testtime.cli import about, data, encode, experiments, replay, report, run
+from testtime.cli import about, data, doctor, encode, experiments, replay, report, run
 from testtime.cli import train_prompts as prompts
 from testtime.cli.options import flag
 from testtime.cli.terminal import err
@@ -86,7 +86,7 @@ def _unwrapped(commands: typer.Typer) -> typer.Typer:
     return commands
 
 
-for commands in (run, encode, replay, report, prompts, experiments, about):
+for commands in (run, encode, replay, report, prompts, experiments, doctor, about):
     app.add_typer(_unwrapped(commands.app))  # no name: its commands are at the top level
 app.add_typer(_unwrapped(data.app), name="data")
 

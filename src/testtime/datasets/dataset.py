@@ -154,7 +154,9 @@ def number_labels(
     names = [spaced(name) for name in given] or _names(beside)
     if names and most >= len(names):
         source = where if given else beside / CLASSNAMES
-        raise InputError(f"{source} names {len(names)} classes, but there is a label {largest}.")
+        raise InputError(
+            f"{source} names {len(names)} classes, but there is a label {largest}.{_from_one(labels, len(names))}"
+        )
     if not names and most >= MAX_CLASSES:
         raise InputError(
             f"{where} holds {largest}, but class numbers start at 0 and must be below {MAX_CLASSES:,}. "
@@ -196,13 +198,20 @@ def labels_among(data: Dataset, classnames: Sequence[str]) -> list[int | None]:
             return list(data.labels)  # also where two classes share a name
         if list(data.classnames) == [str(number) for number in range(len(data.classnames))]:
             if (most := max(data.labels)) >= len(classnames):
-                raise InputError(f"{data.name} has a label {most}, but {len(classnames)} classes are given.")
+                hint = _from_one(data.labels, len(classnames))
+                raise InputError(f"{data.name} has a label {most}, but {len(classnames)} classes are given.{hint}")
             return list(data.labels)
         numbers = class_numbers(classnames)
         known = [numbers.get(folded_name(name)) for name in data.classnames]
         if any(number is not None for number in known):
             return [known[label] for label in data.labels]
     return labels_from_folders([str(path) for path in data.paths], classnames)
+
+
+def _from_one(labels: Sequence[int], classes: int) -> str:
+    """A hint if numbers from 1 to C were given as labels."""
+    starts_at_one = min(labels) == 1 and max(labels) == classes
+    return " The labels seem to start at 1: subtract 1 from each, since they start at 0." if starts_at_one else ""
 
 
 def _names(beside: Path) -> list[str]:
