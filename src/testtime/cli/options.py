@@ -102,6 +102,15 @@ Reference = Annotated[
 Report = Annotated[
     Path | None, typer.Option("--report", help="Also write a self-contained HTML report, like 'testtime report'.")
 ]
+Logs = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--log",
+        metavar="WHERE",
+        help="Log the course of the run: tensorboard:FOLDER, wandb[:PROJECT], wandb-offline[:PROJECT] or jsonl:FILE; "
+        "can be repeated.",
+    ),
+]
 Strict = Annotated[bool, flag("--strict", help="Stop at an image that cannot be read instead of skipping it.")]
 
 
