@@ -94,7 +94,7 @@ PAPER_VIEWS = 64  # to which DiffTPT adds 63 variations
 AugMix = Annotated[bool, flag("--augmix", help="Apply AugMix to the random crops.")]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of the views and of --shuffle.")]
 Shuffle = Annotated[bool, flag("--shuffle", help="Shuffle the stream with --seed.")]
-Device = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1 or auto.")]
+Device = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, mps (an Apple GPU) or auto.")]
 Limit = Annotated[int | None, typer.Option("--limit", help="Stop after this many images.")]
 Reference = Annotated[
     bool, flag("--reference", help="Run the reference implementation, not a faster one; same answers up to rounding.")
@@ -125,6 +125,16 @@ def encoder_of(name: str, device: str) -> Deferred:
     from testtime.encoding.encoders import Deferred
 
     return Deferred(name, device, lambda: waiting(f"loading the encoder {name}"))
+
+
+def steps_on(device: str) -> torch.device:
+    """The device for a command that only runs methods."""
+    from testtime.machine.devices import find_device, step_device
+
+    found = find_device(device)
+    if found.type == "mps":
+        note("note: an Apple GPU (mps) is for encoders; methods run on the CPU.")
+    return step_device(found)
 
 
 def pairs(settings: list[str] | None, option: str = "--set", example: str = "alpha=4") -> dict[str, object]:

@@ -102,7 +102,7 @@ def run(
         )
     else:
         session = Session.load(
-            resume, task, encoder=loaded, variations=source, device=find_device(device), reference=reference
+            resume, task, encoder=loaded, variations=source, device=task.text.device, reference=reference
         )
         plan = session.plan
         own = f"{session.method.name}, {counted(plan.count, 'view')}{', AugMix' * plan.augmix}, seed {plan.seed}"
