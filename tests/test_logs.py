@@ -82,7 +82,7 @@ def test_without_labels_there_are_no_accuracies_and_no_end_to_the_stream(tmp_pat
     assert not any("accuracy" in name for point in points for name in point) and "all/entropy" in points[0]
 
 
-@pytest.mark.parametrize("images, most", [(7, 7), (1100, 551)])
+@pytest.mark.parametrize("images, most", [(7, 7), (999, 501), (1100, 501)])
 def test_a_run_has_a_bounded_number_of_points(tmp_path, images, most) -> None:
     session, stream, labels = toy(images=images)
     with open_log(f"jsonl:{tmp_path}/log", session, labels):

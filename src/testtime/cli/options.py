@@ -120,11 +120,11 @@ def method_of(name: str, preset: str | None, settings: list[str] | None, start: 
     return registry.make_method(name, preset, dict(start or {}) | pairs(settings))
 
 
-def encoder_of(name: str, device: str) -> Deferred:
-    """The encoder, loaded when it is first needed."""
+def encoder_of(name: str, device: str, optional: bool = False) -> Deferred:
+    """The encoder, loaded when it is first needed; an `optional` one may be missing."""
     from testtime.encoding.encoders import Deferred
 
-    return Deferred(name, device, lambda: waiting(f"loading the encoder {name}"))
+    return Deferred(name, device, lambda: waiting(f"loading the encoder {name}"), optional)
 
 
 def steps_on(device: str) -> torch.device:

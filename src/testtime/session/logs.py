@@ -23,7 +23,7 @@ from testtime.session.session import Seen, Session
 from testtime.types import InputError, MissingPart
 
 WINDOW = 200  # images of the recent means
-POINTS = 500  # about the most points of a run whose number of images is known
+POINTS = 500  # the most points of a run whose number of images is known, besides the last
 UNSIZED = 20  # images between two points where it is not
 FORMS = "tensorboard:FOLDER, jsonl:FILE (or FILE.jsonl), wandb, wandb:PROJECT, wandb-offline or wandb-offline:PROJECT"
 PACKAGES = {
@@ -65,7 +65,7 @@ def open_log(
     """A log of the session's next images: `tensorboard:FOLDER`, `jsonl:FILE`, `wandb:PROJECT`, `wandb-offline:PROJECT`.
 
     `labels` are those of the next images, None where unknown. A point is written `every` so many images (by default
-    500 times in as many images as there are labels, or every 20), and for the last one. A session that has already
+    at most 500 for as many images as there are labels, or every 20), and for the last one. A session that has already
     seen images continues an existing log; otherwise it is replaced. A log that fails is reported to `on_failure` in one
     line and left out; the session goes on.
 
@@ -86,7 +86,7 @@ def open_log(
     if every is not None and every < 1:
         raise InputError(f"every={every}: a point needs at least one image.")
     if every is None:
-        every = UNSIZED if labels is None else max(1, len(labels) // POINTS)
+        every = UNSIZED if labels is None else max(1, -(-len(labels) // POINTS))
     package, about = _package(kind), _about(session)
     log = Log(session, labels or (), every, lambda line: on_failure(f"The log {spec} {line}"))
     if kind == "jsonl":
