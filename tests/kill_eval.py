@@ -6,7 +6,6 @@ Run as a process of its own: it imports once and forks, so that a kill costs no 
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -54,17 +53,10 @@ def start(data: Path, out: Path) -> int:
 def content(out: Path) -> dict[str, bytes]:
     """All files but timings and what a killed write left aside."""
     return {
-        str(path.relative_to(out)): _tensors(path) if path.suffix == ".safetensors" else path.read_bytes()
+        str(path.relative_to(out)): path.read_bytes()
         for path in sorted(out.rglob("*"))
         if path.is_file() and "timings" not in path.parts and not path.name.startswith(".")
     }
-
-
-def _tensors(path: Path) -> bytes:
-    """A safetensors file with its header sorted: the library writes metadata in an order of its own each time."""
-    whole = path.read_bytes()
-    end = 8 + int.from_bytes(whole[:8], "little")
-    return json.dumps(json.loads(whole[8:end]), sort_keys=True).encode() + whole[end:]
 
 
 def run(data: Path, work: Path, kills: int) -> None:

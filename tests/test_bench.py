@@ -13,6 +13,7 @@ from small_data import make_folders, make_textures
 import testtime as tt
 from testtime import load_encoder
 from testtime.datasets import open_dataset
+from testtime.encoding.encoders.tiny import tiny
 from testtime.experiments import cells, recipes
 from testtime.experiments.catalogue import EXPERIMENTS, TEXTS
 from testtime.experiments.cost import cost_lines, estimate, paper_columns
@@ -504,3 +505,37 @@ def test_rows_are_found_by_name_ignoring_case_and_spaces() -> None:
     assert len(selected(experiment, None)) == len(experiment.rows)
     with pytest.raises(InputError, match="Did you mean 'tda'"):
         selected(experiment, ["tdaa"])
+
+
+# finished experiments
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["eval", "PETS", "--methods", "zeroshot,dpe,tda", "--seeds", "1,2", "-e", "tiny"],
+        ["eval", "PETS", "--methods", "tpt", "--views", "2", "--seeds", "1", "-e", "tiny"],
+        ["bench", "losses", "PETS", "--seeds", "1", "-e", "tiny"],
+        ["bench", "tsne", "PETS", "--after", "4,9", "-e", "tiny"],
+        ["bench", "systems", "PETS", "--views", "2", "--seeds", "1", "-e", "tiny"],
+        ["bench", "cross", "SETS", "--seeds", "1", "--row", "DPE"],  # with encoders of its own, which may be missing
+    ],
+)
+def test_a_finished_experiment_loads_no_encoder(words, tmp_path, capsys, monkeypatch) -> None:
+    make_folders(tmp_path / "pets")
+    make_textures(tmp_path / "sets")
+    given = [word.replace("PETS", str(tmp_path / "pets")).replace("SETS", str(tmp_path / "sets")) for word in words]
+    loads: list[str] = []
+
+    def load(name: str, device: object = None) -> object:
+        loads.append(name)
+        return tiny()
+
+    monkeypatch.setattr("testtime.encoding.encoders.load_encoder", load)
+    assert command(*given, "--out", tmp_path / "o") == 0
+    assert loads and len(loads) == len(set(loads))
+    results = {path.name: path.read_bytes() for path in (tmp_path / "o").glob("*.*")}
+    loads.clear()
+    assert command(*given, "--out", tmp_path / "o") == 0
+    assert loads == []
+    assert {path.name: path.read_bytes() for path in (tmp_path / "o").glob("*.*")} == results

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from small_data import make_folders
 from tolerances import assert_close
 
 from testtime import Features, save_features, toy
@@ -362,3 +366,31 @@ def test_images_that_do_not_fit_the_views_are_refused(tmp_path, stored) -> None:
     path = save_features(tmp_path / "a.safetensors", stream, task.text, metadata={"images": stored})
     with pytest.raises(FeatureError, match="'images' is not a JSON list with one path for each image"):
         Features(path)
+
+
+def test_commands_write_the_same_bytes_in_every_process(tmp_path) -> None:
+    """Features, a saved session and a learned prompt, written by processes that hash strings differently."""
+    photos = make_folders(tmp_path / "photos", images=2)
+    commands = (
+        ["encode", photos, "--views", 2, "--out", "f.safetensors"],
+        ["encode", photos, "--shard", 4, "--out", "shards"],
+        ["run", photos, "--out", "rows.csv", "--save", "s.safetensors"],
+        ["train-prompts", photos, "--shots", 1, "--epochs", 2, "--out", "p.safetensors"],
+    )
+    script = "import json, sys\nfrom testtime.cli.app import app\n" + (
+        "for words in json.loads(sys.argv[1]): app(words, standalone_mode=False)"
+    )
+    words = json.dumps([[*map(str, command), "--encoder", "tiny"] for command in commands])
+    written = []
+    for seed in ("1", "2", "3"):
+        home = tmp_path / seed
+        home.mkdir()
+        environment = os.environ | {"PYTHONHASHSEED": seed}
+        subprocess.run(
+            [sys.executable, "-c", script, words], cwd=home, env=environment, check=True, capture_output=True
+        )
+        files = sorted(path for path in home.rglob("*") if path.is_file())
+        written.append({str(path.relative_to(home)): path.read_bytes() for path in files})
+    assert len(written[0]) == 7 and written[0] == written[1] == written[2]
+    for name in ("f.safetensors", "s.safetensors", "p.safetensors"):
+        assert load_file(tmp_path / "1" / name)

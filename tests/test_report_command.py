@@ -17,6 +17,7 @@ class Colour:
     """An encoder that uses the mean colour of an image as its feature."""
 
     name, dim, scale, preprocess = "colour", 3, 100.0, Preprocess(size=8, resize=8)
+    device = torch.device("cpu")
 
     def encode_images(self, pixels):
         colour = pixels.mean((2, 3)) + 2

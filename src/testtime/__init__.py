@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 # Waiting threads sleep instead of spinning: on a busy machine a spinning thread uses up its share of a core, and the
 # thread it waits for gets none. Steps took up to 60 times as long. OpenMP reads this when its threads start.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# On an Apple GPU, an operation that it lacks runs on the CPU instead of failing. Torch reads this when it is imported.
+os.environ.setdefault("PYTORCH_ENABLE_MPS_FALLBACK", "1")
 
 __version__ = "0.1.0"
 

@@ -80,6 +80,10 @@ class Task:
             raise FeatureError(f"Text prototypes must be (C, D), one row per class; got {tuple(self.text.shape)}.")
         if self.text.dtype not in (torch.float32, torch.float64):
             raise FeatureError(f"Text prototypes must be float32 or float64 to adapt; got {self.text.dtype}.")
+        if self.text.device.type == "mps":
+            raise MissingPart(
+                "Methods need float64, which Apple's GPUs (mps) lack; put the task on the CPU. Encoders may use mps."
+            )
         if not (math.isfinite(self.scale) and self.scale > 0):
             raise FeatureError(f"The logit scale must be a positive number; got {self.scale}.")
         if len(self.classnames) != len(self.text):

@@ -187,7 +187,7 @@ def bench(
         given = [encoder] if encoder is not None else experiment.encoders
         allow_missing = encoder is None and (len(given) > 1 or bool(experiment.datasets))
         return _plans(
-            given, allow_missing, device, output, seeds=seeds, track=track, protocol=protocol, views=views,
+            given, allow_missing, dry_run, device, output, seeds=seeds, track=track, protocol=protocol, views=views,
             augmix=augmix, descriptions=descriptions, learned=learned, limit=limit,
         )  # fmt: skip
 
@@ -289,15 +289,18 @@ def _plan(
     )
 
 
-def _plans(names: Sequence[str], allow_missing: bool, device: str, output: Path, **options: Any) -> Plans:
-    """A plan for each encoder, or the reason if it cannot be loaded but others, or other datasets, can still run."""
+def _plans(names: Sequence[str], allow_missing: bool, load: bool, device: str, output: Path, **options: Any) -> Plans:
+    """A plan for each encoder, or the reason if there is none but others, or other datasets, can still run.
+
+    Rows that are still to run get the reason too; an estimate needs it now, so `load` loads the encoder.
+    """
     plans: dict[str, Plan | str] = {}
     for name in names:
         try:
-            encoder = encoder_of(name, device)
+            encoder = encoder_of(name, device, allow_missing)
             plans[encoder.name] = _plan(encoder, output, **options)
-            if allow_missing:
-                encoder.loaded  # noqa: B018, loaded now, so that a failure leaves its reason in every row
+            if load and allow_missing:
+                encoder.loaded  # noqa: B018
         except InputError as reason:
             if not allow_missing:
                 raise

@@ -94,7 +94,7 @@ PAPER_VIEWS = 64  # to which DiffTPT adds 63 variations
 AugMix = Annotated[bool, flag("--augmix", help="Apply AugMix to the random crops.")]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of the views and of --shuffle.")]
 Shuffle = Annotated[bool, flag("--shuffle", help="Shuffle the stream with --seed.")]
-Device = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1 or auto.")]
+Device = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, mps (an Apple GPU) or auto.")]
 Limit = Annotated[int | None, typer.Option("--limit", help="Stop after this many images.")]
 Reference = Annotated[
     bool, flag("--reference", help="Run the reference implementation, not a faster one; same answers up to rounding.")
@@ -105,6 +105,15 @@ Report = Annotated[
 Every = Annotated[
     str, typer.Option("--every", metavar="INTERVAL", help="Frames of a video: one every 1s, 500ms, or 10f (frames).")
 ]
+Logs = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--log",
+        metavar="WHERE",
+        help="Log the course of the run: tensorboard:FOLDER, wandb[:PROJECT], wandb-offline[:PROJECT] or jsonl:FILE; "
+        "can be repeated.",
+    ),
+]
 Strict = Annotated[bool, flag("--strict", help="Stop at an image that cannot be read instead of skipping it.")]
 
 
@@ -114,11 +123,21 @@ def method_of(name: str, preset: str | None, settings: list[str] | None, start: 
     return registry.make_method(name, preset, dict(start or {}) | pairs(settings))
 
 
-def encoder_of(name: str, device: str) -> Deferred:
-    """The encoder, loaded when it is first needed."""
+def encoder_of(name: str, device: str, optional: bool = False) -> Deferred:
+    """The encoder, loaded when it is first needed; an `optional` one may be missing."""
     from testtime.encoding.encoders import Deferred
 
-    return Deferred(name, device, lambda: waiting(f"loading the encoder {name}"))
+    return Deferred(name, device, lambda: waiting(f"loading the encoder {name}"), optional)
+
+
+def steps_on(device: str) -> torch.device:
+    """The device for a command that only runs methods."""
+    from testtime.machine.devices import find_device, step_device
+
+    found = find_device(device)
+    if found.type == "mps":
+        note("note: an Apple GPU (mps) is for encoders; methods run on the CPU.")
+    return step_device(found)
 
 
 def pairs(settings: list[str] | None, option: str = "--set", example: str = "alpha=4") -> dict[str, object]:

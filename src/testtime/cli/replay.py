@@ -60,7 +60,6 @@ def replay(
     from testtime.experiments import oracle as oracles
     from testtime.files import check_place, write_tensors
     from testtime.files.outputs import distinct
-    from testtime.machine.devices import find_device
     from testtime.session import replay as replays
 
     if oracle and report is not None:
@@ -79,7 +78,7 @@ def replay(
             store,
             made,
             dtype=dtype,
-            device=find_device(device),
+            device=options.steps_on(device),
             limit=limit,
             shuffle=shuffle,
             seed=seed,

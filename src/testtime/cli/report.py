@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from testtime.cli.options import Device, Limit, Seed, Shuffle, flag, ordered, pairs
+from testtime.cli.options import Device, Limit, Seed, Shuffle, flag, ordered, pairs, steps_on
 from testtime.cli.terminal import err, progress
 from testtime.errors import InputError
 
@@ -63,7 +63,6 @@ def report(
     from testtime.encoding.store import Features
     from testtime.files import check_place, write_atomic
     from testtime.files.outputs import distinct
-    from testtime.machine.devices import find_device
     from testtime.report import gather
     from testtime.report.conditions import conditions
     from testtime.report.data import Grid, StreamReport
@@ -77,7 +76,7 @@ def report(
     shown = _images(images, store)
     rows = ordered(len(store), shuffle, seed, limit)
     tower = any(getattr(method, "needs_tower", False) for method in made)
-    task = store.task(device=find_device(device), context=tower)
+    task = store.task(device=steps_on(device), context=tower)
     with progress("images", len(rows), quiet=as_json) as advance:
         section = gather.stream_report(
             task,

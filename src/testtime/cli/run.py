@@ -56,6 +56,7 @@ def run(
         Path | None, typer.Option("--resume", help="Resume from a saved state; images already in --out are skipped.")
     ] = None,
     report: options.Report = None,
+    log: options.Logs = None,
     strict: options.Strict = False,
     reference: options.Reference = False,
     json_summary: Annotated[
@@ -72,6 +73,7 @@ def run(
     from testtime.files.outputs import distinct, read_files
     from testtime.machine.devices import find_device
     from testtime.session.journal import Journal, Rows, Tally, no_earlier_run, read_earlier_run
+    from testtime.session.logs import check_logs, open_log
     from testtime.session.session import Session
 
     style = _style(style, output)
@@ -83,11 +85,13 @@ def run(
     source, count = options.variations_of(variations, views, paths, find_device(device))
     for path in (save, report):
         check_place(path)
+    logged = check_logs(log)
     distinct(
-        {"--out": output, "--save": save, "--report": report},
+        {"--out": output, "--save": save, "--report": report} | logged,
         read_files(images, data.paths, encoder, classes_file, descriptions, prompts),
     )
-    distinct({"--out": output, "--report": report}, {"--resume": resume})  # --save may be the same file, and often is
+    # --save may be the same file, and often is
+    distinct({"--out": output, "--report": report} | logged, {"--resume": resume})
     for path in (output, save):
         if path is not None and (path.is_file() or not path.exists()):  # not a pipe or a device
             context.with_resource(locked(path))
@@ -99,7 +103,7 @@ def run(
         )
     else:
         session = Session.load(
-            resume, task, encoder=loaded, variations=source, device=find_device(device), reference=reference
+            resume, task, encoder=loaded, variations=source, device=task.text.device, reference=reference
         )
         plan = session.plan
         own = f"{session.method.name}, {counted(plan.count, 'view')}{', AugMix' * plan.augmix}, seed {plan.seed}"
@@ -115,6 +119,8 @@ def run(
             return
     tally = Tally(labels, session.position)
     session.observers.append(tally)
+    for where in log or ():
+        context.with_resource(open_log(where, session, labels, on_failure=lambda line: note(f"note: {line}")))
     record = None
     if report is not None:
         from testtime.report.record import Record

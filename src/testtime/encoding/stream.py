@@ -41,6 +41,7 @@ from testtime.images.diffusion import variation_views
 from testtime.images.draw import Drawn, draw
 from testtime.images.gpu_views import as_pixels, as_tensor, grey_views
 from testtime.images.views import views
+from testtime.machine.devices import step_device
 from testtime.machine.threads import workers
 from testtime.ops import checked_views, refuse_views, unit_views
 from testtime.types import DeviceEncoder, Encoder, FeatureError, InputError, StoredImage, ViewPlan
@@ -253,12 +254,13 @@ def _on_cpu(
 ) -> Iterator[Encoded]:
     threads = torch.get_num_threads()
     pool, waiting = workers(threads, flush=True), deque[tuple[int, Source, Future[list[Future[Tensor]]]]]()
+    encode = _encoding(encoder, pool)
     ahead = 2 + 2 * threads * ROWS // max(plan.total, ROWS)  # images in progress: enough for all, few enough for memory
     budget = MemoryBudget(max(DECODED, threads * PER_THREAD))
     try:
         while True:
             while len(waiting) < ahead and (entry := next(numbered, None)) is not None:
-                waiting.append((*entry, pool.submit(_prepare, pool, budget, encoder, plan, *entry)))
+                waiting.append((*entry, pool.submit(_prepare, encode, budget, encoder, plan, *entry)))
             if not waiting:
                 return
             index, source, blocks = waiting.popleft()
@@ -273,17 +275,35 @@ def _on_cpu(
             blocks.cancel()
 
 
+def _encoding(encoder: Encoder, pool: ThreadPoolExecutor) -> Callable[[Tensor], list[Future[Tensor]]]:
+    """A function that starts to encode the views of an image in blocks, each by any free thread.
+
+    On an Apple GPU, one thread takes all, in larger blocks: torch does not promise that several may use it at once.
+    """
+    if encoder.device.type != "mps":
+        return lambda pixels: [pool.submit(encoder.encode_images, block) for block in pixels.split(ROWS)]
+    alone, home = workers(1), step_device(encoder.device)
+    return lambda pixels: [
+        alone.submit(lambda rows: encoder.encode_images(rows).to(home), block) for block in pixels.split(LAUNCH)
+    ]
+
+
 def _prepare(
-    pool: ThreadPoolExecutor, budget: MemoryBudget, encoder: Encoder, plan: ViewPlan, index: int, source: Source
+    encode: Callable[[Tensor], list[Future[Tensor]]],
+    budget: MemoryBudget,
+    encoder: Encoder,
+    plan: ViewPlan,
+    index: int,
+    source: Source,
 ) -> list[Future[Tensor]]:
-    """Read one image and make its views; blocks of them are encoded by any free thread."""
+    """Read one image, make its views, and start to encode them."""
     share = _Share(budget, wait=True)  # for images in progress, which never wait themselves
     try:
         with _memory_errors(source):
             pixels = _views(as_image(source, share.admit), encoder, plan, index)
     finally:
         share.keep(0)
-    return [pool.submit(encoder.encode_images, block) for block in pixels.split(ROWS)]
+    return encode(pixels)
 
 
 def _views(image: Image.Image, encoder: Encoder, plan: ViewPlan, index: int) -> Tensor:

@@ -15,6 +15,7 @@ from testtime.experiments.catalogue import Experiment, Row
 from testtime.experiments.lab import Lab, encoded
 from testtime.experiments.plan import Plan, recipe_of
 from testtime.experiments.recipes import Recipe
+from testtime.machine.devices import step_device
 from testtime.ops import unit
 from testtime.session.session import Session
 from testtime.types import Encoder, InputError, Task, ViewPlan
@@ -138,7 +139,7 @@ def _step_seconds(row: Row, plan: Plan, entry: Recipe | None, lab: Lab | None = 
     random = torch.Generator().manual_seed(0)
     text = unit(torch.randn(classes, plan.encoder.dim, generator=random))
     views = unit(torch.randn(TIMED, plan.views_of(row.method, entry).count, plan.encoder.dim, generator=random))
-    device = plan.encoder.device
+    device = step_device(plan.encoder.device)
     try:
         session = Session(
             Task(text.to(device), tuple(map(str, range(classes)))), plan.method(row.method, entry, row.settings)

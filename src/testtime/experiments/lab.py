@@ -28,6 +28,7 @@ from testtime.datasets import Dataset
 from testtime.encoding.encode import DTYPES, RECIPE, encode, made_with
 from testtime.encoding.store import Features
 from testtime.files.identity import digest, identity, weights
+from testtime.machine.devices import step_device
 from testtime.session.order import shuffled
 from testtime.steppers import aligned
 from testtime.text.prompts import build_task, check_classes
@@ -210,7 +211,7 @@ class Lab:
             return task
         file = files.open_tensors(path)
         scale = float(file.metadata().get("scale") or self.encoder.scale)  # with it, the encoder need not be loaded
-        prototypes = aligned(file.get_tensor("text")).to(self.encoder.device)
+        prototypes = aligned(file.get_tensor("text")).to(step_device(self.encoder.device))
         return Task(prototypes, check_classes(names, allow_duplicates=True), scale, self.encoder.name)
 
     @cached_property

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from testtime.machine.devices import step_device
 from testtime.ops import unit
 from testtime.text.prompts import check_classes
 from testtime.text.towers import MeanTower, OpenClipTower, TransformersTower
@@ -285,7 +286,8 @@ def _soft_prompts(
     """Prompts of `tokens` (C, L) with those in `span` tunable; `ids` are the tower's inputs."""
     with torch.inference_mode(False), torch.no_grad():
         embedded = embed(tokens).float()
-    return SoftPrompts(tower, embedded, ids, embedded[0, span].clone(), span.start, chunk)
+    start = embedded[0, span].clone().to(step_device(embedded.device))  # tokens are tuned there
+    return SoftPrompts(tower, embedded, ids, start, span.start, chunk)
 
 
 def _shared_prefix(one: Tensor, other: Tensor) -> int:

@@ -11,6 +11,7 @@ import torch
 from torch.nn.functional import normalize
 
 from testtime.files import parse_json, read_bytes
+from testtime.machine.devices import step_device
 from testtime.registry import folded_name
 from testtime.text.templates import PROMPTS
 from testtime.types import Context, Encoder, InputError, Task
@@ -58,7 +59,7 @@ def build_task(
 
     # all in one call, so that the encoder's batches are full; float64 sums do not depend on their order
     features = encoder.encode_texts([text for group in texts for text in group])
-    groups = features.double().split([len(group) for group in texts])
+    groups = features.to(step_device(features.device)).double().split([len(group) for group in texts])
     prototypes = normalize(torch.stack([group.mean(dim=0) for group in groups]), dim=1)
     return Task(prototypes.to(dtype), names, encoder.scale, encoder.name, _context(encoder, names, context))
 

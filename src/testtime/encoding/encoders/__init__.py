@@ -11,7 +11,7 @@ import torch
 from testtime.display import line
 from testtime.machine.devices import find_device
 from testtime.registry import Entry, Kind, unknown
-from testtime.types import Encoder, SettingError
+from testtime.types import Encoder, InputError, MissingPart, SettingError
 
 # called with the part of the name after the colon, the device and the dtype
 Factory = Callable[[str, torch.device, torch.dtype], Encoder]
@@ -75,7 +75,8 @@ def load_encoder(name: str, device: str | torch.device = "cpu", dtype: torch.dty
 class Deferred:
     """An encoder by its name, loaded lazily on first use of anything but its name and device.
 
-    `announce` is a context manager entered while it is loaded.
+    `announce` is a context manager entered while it is loaded. If it is `optional`, failure to load is a MissingPart,
+    tried only once: whatever needs it is left out.
 
     >>> encoder = Deferred("tiny")
     >>> encoder.name, encoder.is_loaded, encoder.dim, encoder.is_loaded
@@ -87,10 +88,12 @@ class Deferred:
         name: str,
         device: str | torch.device = "cpu",
         announce: Callable[[], AbstractContextManager[object]] = nullcontext,
+        optional: bool = False,
     ) -> None:
         _split(name)
         self.name, self.device, self._announce = name, find_device(device), announce
         self._loaded: Encoder | None = None
+        self._optional, self._problem = optional, ""
 
     @property
     def is_loaded(self) -> bool:
@@ -100,9 +103,17 @@ class Deferred:
     @property
     def loaded(self) -> Encoder:
         """The encoder itself."""
+        if self._problem:
+            raise MissingPart(self._problem)
         if self._loaded is None:
-            with self._announce():
-                self._loaded = load_encoder(self.name, self.device)
+            try:
+                with self._announce():
+                    self._loaded = load_encoder(self.name, self.device)
+            except InputError as error:
+                if not self._optional:
+                    raise
+                self._problem = str(error)
+                raise MissingPart(self._problem) from None
         return self._loaded
 
     def __repr__(self) -> str:
