@@ -76,7 +76,7 @@ def test_replay_takes_settings_presets_limit_and_shuffle(cli, store) -> None:
 def test_shuffle_depends_on_the_seed_alone(cli, store, tmp_path) -> None:
     orders = []
     for seed in (3, 3, 4):
-        cli("replay", store, "--shuffle", "--seed", seed, "--out", tmp_path / "o.safetensors")
+        cli("replay", store, "--shuffle", "--seed", seed, "--force", "--out", tmp_path / "o.safetensors")
         orders.append(load_file(tmp_path / "o.safetensors")["order"])
     assert torch.equal(orders[0], orders[1]) and not torch.equal(orders[0], orders[2])
 
@@ -297,7 +297,7 @@ def test_strict_stops_at_a_bad_image_and_keeps_what_was_written(cli, photos, tmp
         (["PHOTOS", "--classes", CLASSES, "--method", "dbe"], "Did you mean 'dpe'"),
         (["PHOTOS", "--classes", CLASSES, "--encoder", "ofline"], "Did you mean 'offline'"),
         (["PHOTOS", "--classes", CLASSES, "-e", "tiny", "--views", "0"], "views"),
-        (["PHOTOS", "--classes", CLASSES, "-e", "tiny", "--format", "xml"], "csv, jsonl"),
+        (["PHOTOS", "--classes", CLASSES, "-e", "tiny", "--format", "xml"], "csv, tsv, jsonl"),
         (["PHOTOS", "--classes", CLASSES, "-e", "tiny", "--resume", "none.safetensors"], "none.safetensors"),
         (["PHOTOS", "--classes", CLASSES, "-e", "tiny", "--template", "a photo"], "'a photo' has no {}"),
         (["PHOTOS", "--classes", CLASSES, "-e", "tiny", "--template", "imagenet8"], "Did you mean 'imagenet80'"),
