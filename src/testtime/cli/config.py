@@ -59,15 +59,17 @@ def _read(context: typer.Context, file: Path | None) -> Path | None:
 
 def _check(file: Path, key: str, value: object, param: Any) -> None:
     """Refuse a value of another type than the option's."""
+    listed = isinstance(value, list) and all(isinstance(part, str) for part in value)
+    example = param.metavar or "..."
     if getattr(param, "is_flag", False):
         fits, wanted = isinstance(value, bool), f"true or false, as in {key} = true"
     elif getattr(param, "multiple", False) or param.nargs == -1:
-        fits = isinstance(value, list) and all(isinstance(part, str) for part in value)
-        wanted = f'a list of text, as in {key} = ["...", "..."]'
+        fits, wanted = listed, f'a list of text, as in {key} = ["{example}"]'
     elif param.metavar == NUMBER:
         fits, wanted = type(value) is int, f"a whole number, as in {key} = 3"
     else:
-        fits, wanted = isinstance(value, str), f'text, as in {key} = "..."'
+        example = ",".join(value) if isinstance(value, list) and listed else example
+        fits, wanted = isinstance(value, str), f'text, as in {key} = "{example}"'
     if not fits:
         raise InputError(f"--config {file}: {key} = {_shown(value)} must be {wanted}.")
 
@@ -120,13 +122,18 @@ def options_of(context: typer.Context) -> dict[str, Any]:
 
 
 def save(context: typer.Context, file: Path | None) -> None:
-    """Write the options of this call to a file, if one is given."""
-    if file is not None:
-        from testtime.files import write_atomic
+    """Write the options of this call to a file, if one is given; a file of other content is refused without --force."""
+    if file is None:
+        return
+    from testtime.files import write_atomic
 
-        command = context.info_name
-        head = f"Options of testtime {command} {__version__}: testtime {command} --config {file.name}"
-        write_atomic(file, _comment(head) + to_toml(options_of(context)))
+    command = context.info_name
+    head = f"Options of testtime {command} {__version__}: testtime {command} --config {file.name}"
+    text = _comment(head) + to_toml(options_of(context))
+    if file.is_file() and file.read_bytes() not in (b"", text.encode()) and not context.params.get("force"):
+        way = "use another name" + ", or --force" * ("force" in context.params)
+        raise InputError(f"--save-config {file} already exists, with other options; {way}.")
+    write_atomic(file, text)
 
 
 def keep(context: typer.Context, output: Path | None, resumed: bool) -> None:

@@ -71,7 +71,7 @@ def encode(
     check_place(output) if shard is None else check_folder(output)
     check_place(save_config)
     context.with_resource(locked(output))
-    refuse_existing({"--out": output, "--save-config": save_config}, force)  # a folder of shards is resumed
+    refuse_existing({"--out": output}, force)  # a folder of shards is resumed
     config.save(context, save_config)
     loaded = options.encoder_of(encoder, device)
     task = options.task_of(loaded, names, template, descriptions, prompts)

@@ -131,12 +131,13 @@ def eval_(
     from testtime.experiments.run import write_results
     from testtime.experiments.scores import evaluate
     from testtime.experiments.tables import evaluation_markdown
-    from testtime.files import check_folder
+    from testtime.files import check_folder, check_place
 
     datasets = [find_dataset(what, root) for what in data]
     _check_out(output, "results", data, encoder, descriptions, learned)
     _print_notes(datasets)
     check_folder(output)
+    check_place(save_config)
     config.save(context, save_config)
     with on_interrupt(lambda: _stopped(output)):
         plan = _plan(

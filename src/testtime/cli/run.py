@@ -101,6 +101,7 @@ def run(
     outputs = Outputs(output, save, report, save_config)
     inputs = read_files(images, data.paths, encoder, classes_file, descriptions, prompts) | {"--config": config_file}
     _check_outputs(context, outputs, inputs, resume, force)
+    config.save(context, save_config)
     loaded, texts = options.encoder_of(encoder, device), (template, descriptions, prompts)
     tower = getattr(chosen if saved is None else saved.method, "needs_tower", False)
     task = None
@@ -115,7 +116,6 @@ def run(
             resume, task, encoder=loaded, variations=source, device=find_device(device), reference=reference
         )
         _print_resumed(context, session, resume, chosen, count)
-    config.save(context, save_config)
     about = {"name": data.name, "order": f"shuffled, seed {seed}" if shuffle else "as given"}
     _classify(context, session, paths, labels, outputs, style, resume, about)
 
@@ -155,7 +155,6 @@ def _check_outputs(
         refuse_existing({"--report": outputs.report}, force)
     elif outputs.state is not None and outputs.state.resolve() != resume.resolve():
         refuse_existing({"--save": outputs.state}, force)
-    refuse_existing({"--save-config": outputs.config}, force)
 
 
 def _print_resumed(context: typer.Context, session: Session, resume: Path, method: Method, views: int) -> None:

@@ -15,13 +15,14 @@ from testtime.machine.interrupts import deferred_interrupts
 from testtime.session.journal import COLUMNS, NAMES, check_columns, json_line
 from testtime.types import InputError, MissingPart
 
-ENDINGS = {".csv": "csv", ".tsv": "tsv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+PARQUET = ".parquet"
+ENDINGS = {".csv": "csv", ".tsv": "tsv", ".jsonl": "jsonl", ".ndjson": "jsonl", PARQUET: "jsonl"}
 STREAMS = ("csv", "tsv", "jsonl")  # what --format offers
 PARTIAL = ".partial.jsonl"  # the rows of a Parquet file while its run goes on
 
 
 def style_of(output: Path | None, style: str | None) -> str:
-    """The form of the rows: by the ending of a file; on standard output, a pipe or a device, `style` or CSV."""
+    """The form in which rows are written: by the ending of a file; to standard output or a pipe, `style` or CSV."""
     if style is not None and style not in STREAMS:
         raise InputError(f"Unknown --format '{style}'. Available: {', '.join(STREAMS)}.")
     if output is None or (output.exists() and not output.is_file() and not output.is_dir()):
@@ -31,7 +32,7 @@ def style_of(output: Path | None, style: str | None) -> str:
     found = ENDINGS.get(output.suffix.lower())
     if found is None:
         raise InputError(f"--out {output}: its ending says its form, and must be one of {', '.join(ENDINGS)}.")
-    if found == "parquet" and find_spec("pyarrow") is None:
+    if output.suffix.lower() == PARQUET and find_spec("pyarrow") is None:
         raise MissingPart(
             f"--out {output}: Parquet needs pyarrow; pip install 'testtime[datasets]', or use another ending, such as "
             ".csv."
@@ -41,7 +42,7 @@ def style_of(output: Path | None, style: str | None) -> str:
 
 def partial_file(output: Path | None) -> Path | None:
     """Where the rows of a Parquet file are while its run goes on; None for other forms."""
-    if output is None or ENDINGS.get(output.suffix.lower()) != "parquet":
+    if output is None or output.suffix.lower() != PARQUET:
         return None
     return output.with_name(output.name + PARTIAL)
 
