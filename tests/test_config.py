@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -148,6 +149,12 @@ def test_no_file_is_left_beside_a_device_or_standard_output(cli, photos) -> None
     assert cli("run", photos, "-e", "tiny", "--out", "/dev/null").code == 0
     assert cli("run", photos, "-e", "tiny").code == 0
     assert not list(Path().glob("*.toml")) and not Path("/dev/null.toml").exists()
+
+
+def test_a_run_over_a_name_that_is_not_utf8_goes_on_without_its_file(cli, photos) -> None:
+    photos.rename(os.fsdecode(b"photos\xff"))
+    found = cli("run", os.fsdecode(b"photos\xff"), "-e", "tiny", "--out", "a.csv")
+    assert found.code == 0 and "not kept in a.toml" in found.err and not Path("a.toml").exists()
 
 
 @pytest.mark.parametrize(
