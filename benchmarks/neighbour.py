@@ -113,7 +113,7 @@ def cases(folder: Path, options: argparse.Namespace) -> dict[str, tuple[object, 
         tree = photographs(folder / "photographs", 4, images)
         common = (tree, "--encoder", encoder, "--device", "cpu")
         found[f"run, {images} photographs"] = ("run", *common)
-        found[f"encode, {images} photographs"] = ("encode", *common, "--out", folder / "made.safetensors")
+        found[f"encode, {images} photographs"] = ("encode", *common, "--force", "--out", folder / "made.safetensors")
     return found
 
 

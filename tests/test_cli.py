@@ -3,6 +3,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -76,7 +77,7 @@ def test_replay_takes_settings_presets_limit_and_shuffle(cli, store) -> None:
 def test_shuffle_depends_on_the_seed_alone(cli, store, tmp_path) -> None:
     orders = []
     for seed in (3, 3, 4):
-        cli("replay", store, "--shuffle", "--seed", seed, "--out", tmp_path / "o.safetensors")
+        cli("replay", store, "--shuffle", "--seed", seed, "--force", "--out", tmp_path / "o.safetensors")
         orders.append(load_file(tmp_path / "o.safetensors")["order"])
     assert torch.equal(orders[0], orders[1]) and not torch.equal(orders[0], orders[2])
 
@@ -236,6 +237,81 @@ def test_resuming_with_other_classes_is_refused(cli, photos, tmp_path) -> None:
     assert outcome.code == 2 and "'fox' saved, 'owl' given" in outcome.err
 
 
+def test_a_saved_state_brings_its_classes_prompts_and_encoder(cli, photos, tmp_path) -> None:
+    state, whole, parts = tmp_path / "s.safetensors", tmp_path / "whole.csv", tmp_path / "parts.csv"
+    common = ["--classes", "fox,dog,cat,owl", "-e", "tiny:3", "--template", "a {} at dusk.", "--views", 2]
+    assert cli("run", photos, *common, "--out", whole).code == 0
+    assert cli("run", photos, *common, "--out", parts, "--save", state, "--limit", 5).code == 0
+    again = ["run", photos, "--resume", state, "--out", parts]
+    for wrong, said in (
+        (["--template", "a {}."], "other text prototypes"),
+        (["-e", "tiny"], "made with encoder 'tiny:3', not 'tiny'"),
+        (["--classes", "fox,dog,cat"], "holds 4 classes, this task has 3"),
+    ):
+        found = cli(*again, *wrong)
+        assert found.code == 2 and said in found.err, found.err
+    found = cli(*again)
+    assert found.code == 0 and "accuracy on 7 images" in found.err
+    assert parts.read_bytes() == whole.read_bytes()
+
+
+def test_a_method_that_tunes_prompts_resumes_without_its_options(cli, photos, tmp_path) -> None:
+    state = tmp_path / "s.safetensors"
+    assert cli("run", photos, "-e", "tiny", "-m", "tpt", "--views", 4, "--limit", 2, "--save", state).code == 0
+    found = cli("run", photos, "--resume", state, "--limit", 2)
+    assert found.code == 0 and "own settings: tpt, 4 views" in found.err, found.err
+
+
+# outputs that exist
+
+
+def test_an_output_that_exists_is_refused_with_both_ways_out(cli, photos, tmp_path) -> None:
+    rows, state, page = tmp_path / "a.csv", tmp_path / "s.safetensors", tmp_path / "p.html"
+    run = ["run", photos, "-e", "tiny"]
+    assert cli(*run, "--out", rows, "--save", state, "--report", page).code == 0
+    before = {path: path.read_bytes() for path in (rows, state, page)}
+    for words, way in (
+        (["--out", rows], f"--out {rows} already exists: --force overwrites it, --resume STATE continues it"),
+        (["--save", state], f"--save {state} already exists: --force overwrites it, --resume {state} continues"),
+        (["--report", page], f"--report {page} already exists: --force overwrites it; or use another name"),
+        (["--resume", shutil_copy(state), "--save", state], f"--save {state} already exists"),
+    ):
+        found = cli(*run, *words)
+        assert found.code == 2 and way in found.err, found.err
+    assert before == {path: path.read_bytes() for path in before}
+    everything = ["--out", rows, "--save", state, "--report", page]
+    assert cli(*run, *everything, "--resume", state).code == 0  # the same command again, as an interrupt suggests
+    assert cli(*run, *everything, "--force").code == 0
+    assert rows.read_bytes() == before[rows] and state.read_bytes() == before[state]
+
+
+def shutil_copy(path: Path) -> Path:
+    other = path.with_name("copy.safetensors")
+    other.write_bytes(path.read_bytes())
+    return other
+
+
+def test_an_empty_file_may_be_an_output(cli, photos, tmp_path) -> None:
+    (tmp_path / "a.csv").touch()  # as mktemp leaves it
+    assert cli("run", photos, "-e", "tiny", "--out", tmp_path / "a.csv").code == 0
+
+
+def test_no_command_overwrites_a_file_without_force(cli, photos, store, tmp_path) -> None:
+    mine = tmp_path / "mine.html"
+    for words in (
+        ["encode", photos, "-e", "tiny", "--out", mine],
+        ["replay", store, "--out", mine],
+        ["replay", store, "--report", mine],
+        ["report", store, "--no-map", "--out", mine],
+        ["train-prompts", photos, "-e", "tiny", "--shots", 1, "--epochs", 1, "--out", mine],
+    ):
+        mine.write_text("mine")
+        found = cli(*words)
+        assert found.code == 2 and f"{mine} already exists: --force overwrites it" in found.err, found.err
+        assert mine.read_text() == "mine"
+        assert cli(*words, "--force").code == 0 and mine.read_bytes() != b"mine"
+
+
 def spoil(photos: Path) -> dict[str, Path]:
     """Bad and odd images among the good ones."""
     folder = photos / "cat"
@@ -297,9 +373,15 @@ def test_strict_stops_at_a_bad_image_and_keeps_what_was_written(cli, photos, tmp
         (["PHOTOS", "--classes", CLASSES, "--method", "dbe"], "Did you mean 'dpe'"),
         (["PHOTOS", "--classes", CLASSES, "--encoder", "ofline"], "Did you mean 'offline'"),
         (["PHOTOS", "--classes", CLASSES, "-e", "tiny", "--views", "0"], "views"),
-        (["PHOTOS", "--classes", CLASSES, "-e", "tiny", "--format", "xml"], "csv, jsonl"),
+        (["PHOTOS", "--classes", CLASSES, "-e", "tiny", "--format", "xml"], "csv, tsv, jsonl"),
         (["PHOTOS", "--classes", CLASSES, "-e", "tiny", "--resume", "none.safetensors"], "none.safetensors"),
         (["PHOTOS", "--classes", CLASSES, "-e", "tiny", "--template", "a photo"], "'a photo' has no {}"),
+        (["PHOTOS", "-e", "tiny", "--template", "photo of"], "where the class name goes: 'photo of {}'"),
+        (["PHOTOS", "-e", "tiny", "--template", "photo"], "where the class name goes: 'photo {}'"),
+        (["PHOTOS", "-e", "tiny", "--template", "a {name}."], "where the class name goes: 'a {}.'"),
+        (["PHOTOS", "-e", "tiny", "--out", "EMPTY/a.xlsx"], ".csv, .tsv, .jsonl, .ndjson, .parquet"),
+        (["PHOTOS", "-e", "tiny", "--out", "EMPTY/a"], "its ending says its form"),
+        (["PHOTOS", "-e", "tiny", "--out", "EMPTY/a.csv", "--format", "csv"], "--format is for standard output"),
         (["PHOTOS", "--classes", CLASSES, "-e", "tiny", "--template", "imagenet8"], "Did you mean 'imagenet80'"),
         (["PHOTOS", "-e", "tiny", "--shuffle", "--seed", str(2**70)], str(2**70)),
         (["PHOTOS", "-e", "tiny", "--save", "PHOTOS"], "it is a folder"),
@@ -448,6 +530,23 @@ def test_help_fills_the_line_and_asks_for_no_value_of_a_flag(cli) -> None:
     assert lines and "<bool>" not in lines[0]
     wide = [line for line in cli("run", "--help").out.splitlines() if "Every row holds" in line]
     assert "learned from. If" in wide[0]  # two lines of the source
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "",
+        *"run encode replay report train-prompts eval bench list demo version data".split(),
+        "data check",
+        "data info",
+    ],
+)
+def test_help_shows_no_types_of_python(cli, monkeypatch, command, width) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TERMINAL_WIDTH", str(width))
+    shown = cli(*command.split(), "--help").out
+    assert "--help" in shown and not re.search(r"<\w+|INTEGER|\bPATH\b|BOOLEAN|list\[", shown), shown
 
 
 def test_version_names_the_library_that_numbers_depend_on(cli) -> None:

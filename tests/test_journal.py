@@ -92,13 +92,15 @@ class Disk:
         self.held: list[int] = []  # keeps file descriptors from being reused
         self.synced = {path.stat().st_ino: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
         self.names = {path: self._entries(path) for path in (folder, *folder.rglob("*")) if path.is_dir()}
-        for owner, name in ((os, "fsync"), (os, "replace"), (os, "truncate"), (journals.Rows, "_write")):
+        for owner, name in (
+            (os, "fsync"), (os, "replace"), (os, "truncate"), (os, "unlink"), (journals.Rows, "_write"),
+        ):  # fmt: skip
             patch.setattr(owner, name, self._watched(getattr(owner, name), name == "fsync"))
 
     def _watched(self, call: Callable[..., Any], syncs: bool) -> Callable[..., Any]:
-        def watched(*arguments: Any) -> Any:
+        def watched(*arguments: Any, **options: Any) -> Any:
             self._look()
-            found = call(*arguments)
+            found = call(*arguments, **options)
             if syncs:
                 self._sync(arguments[0])
             self._look()
@@ -145,18 +147,20 @@ def restored(left: Left, folder: Path) -> None:
         (folder / name).write_bytes(content)
 
 
+@pytest.mark.parametrize("style", ["csv", "parquet"])
 @pytest.mark.parametrize("resumed", [False, True], ids=["from the start", "resumed"])
 def test_a_run_killed_after_any_write_resumes_to_the_same_bytes(
-    run: Callable[..., Run], photos: Path, monkeypatch: pytest.MonkeyPatch, resumed: bool
+    run: Callable[..., Run], photos: Path, monkeypatch: pytest.MonkeyPatch, resumed: bool, style: str
 ) -> None:
     monkeypatch.setattr(journals, "AUTOSAVE", 2)
-    whole = run("whole")
+    whole = run("whole", style)
     whole(photos)
-    first = run("first")
+    first = run("first", style)
     if resumed:
         first(photos, "--limit", 2)
-        with open(first.rows, "ab") as rows:
-            rows.write(b"2,half a row")
+        if style == "csv":
+            with open(first.rows, "ab") as rows:
+                rows.write(b"2,half a row")
     with monkeypatch.context() as patch:
         disk = Disk(first.rows.parent, patch)
         first(photos, resume=resumed)
@@ -165,9 +169,10 @@ def test_a_run_killed_after_any_write_resumes_to_the_same_bytes(
     assert len(disk.left) >= (7 if resumed else 10)
     states = 0
     for number, left in enumerate(disk.left):
-        again = run(f"again {number}")
+        again = run(f"again {number}", style)
         restored(left, again.rows.parent)
-        again(photos, resume=again.state.exists())  # without a state there is nothing to resume
+        # without a state there is nothing to resume
+        again(photos, *([] if again.state.exists() else ["--force"]), resume=again.state.exists())
         assert again.bytes() == whole.bytes(), [(name, len(data)) for name, data in left]
         states += again.state.name in dict(left)
     assert states >= 7
@@ -183,7 +188,7 @@ def test_a_new_run_is_never_confused_with_an_earlier_one(
     old(photos, "--method", "tda")
     with monkeypatch.context() as patch:
         disk = Disk(old.rows.parent, patch)
-        old(photos)
+        old(photos, "--force")
     disk.close()
     outcomes = set()
     for number, left in enumerate(disk.left):
@@ -292,6 +297,106 @@ def test_a_damaged_journal_is_an_error_that_says_so(run: Callable[..., Run], pho
     assert one.rows.read_bytes() == before
 
 
+def test_rows_hold_the_truth_where_it_is_known(run: Callable[..., Run], photos: Path, tmp_path: Path) -> None:
+    table, one, lines = tmp_path / "table.csv", run("one"), run("lines", "jsonl")
+    table.write_text("path,label\nphotos/0.png,cat\nphotos/1.png,owl\nphotos/3.png,dog\n")
+    one(table, "--limit", 1)
+    one(table, resume=True)  # labels go on where the rows do
+    lines(table)
+    rows = list(csv.DictReader(io.StringIO(one.rows.read_text(), newline="")))
+    assert [row["truth"] for row in rows] == ["cat", "", "dog"]
+    assert [row["correct"] for row in rows] == [str(rows[0]["label"] == "cat"), "", str(rows[2]["label"] == "dog")]
+    written = [json.loads(line) for line in lines.rows.read_text().splitlines()]
+    assert [row["truth"] for row in written] == ["cat", None, "dog"]
+    assert [row["correct"] for row in written] == [
+        row["label"] == row["truth"] if row["truth"] else None for row in written
+    ]
+    assert all(tuple(row) == journals.COLUMNS for row in written)
+
+
+@pytest.mark.parametrize("style", ["csv", "tsv", "jsonl"])
+def test_rows_of_an_older_version_are_refused_and_kept(
+    run: Callable[..., Run], photos: Path, monkeypatch: pytest.MonkeyPatch, style: str
+) -> None:
+    one, row = run("one", style), journals.row
+    with monkeypatch.context() as patch:
+        patch.setattr(journals, "COLUMNS", journals.COLUMNS[:-2])
+        patch.setattr(journals, "NAMES", journals.NAMES[:-1])
+        patch.setattr(journals, "row", lambda *given: {key: row(*given)[key] for key in journals.COLUMNS})
+        one(photos, "--limit", 2)
+    before = one.rows.read_bytes()
+    found = one(photos, resume=True, code=2)
+    assert f"{one.rows} has the columns index, image," in found.err and "this version writes" in found.err
+    assert one.rows.read_bytes() == before
+    one(photos, "--force", resume=True)  # all images again, with what the state has learned, as into a new file
+    assert len(list(names(one.rows))) == 5
+
+
+# Parquet
+
+
+def test_parquet_holds_the_rows_with_their_types(run: Callable[..., Run], photos: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    lines, table = run("lines", "jsonl"), run("table", "parquet")
+    lines(photos)
+    table(photos)
+    found = parquet.read_table(table.rows)
+    assert found.to_pylist() == [json.loads(line) for line in lines.rows.read_text().splitlines()]
+    assert [str(found.schema.field(name).type) for name in ("index", "confidence", "truth", "correct")] == [
+        "int64", "double", "string", "bool",
+    ]  # fmt: skip
+    assert sorted(path.name for path in table.rows.parent.iterdir()) == ["rows.parquet", "rows.toml", table.state.name]
+
+
+def test_an_interrupted_run_leaves_its_rows_as_parquet(
+    run: Callable[..., Run], photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    whole, one = run("whole", "parquet"), run("one", "parquet")
+    whole(photos)
+    advance, calls = Session._advance, iter(range(9))
+
+    def stops(self: Session, views: Any) -> Any:
+        if next(calls) == 3:
+            raise KeyboardInterrupt
+        return advance(self, views)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Session, "_advance", stops)
+        one(photos, code=130)
+    assert len(parquet.read_table(one.rows)) == 3
+    one(photos, resume=True)
+    assert one.bytes() == whole.bytes()
+
+
+def test_rows_of_a_killed_run_are_not_lost_to_a_new_one(run: Callable[..., Run], photos: Path) -> None:
+    one = run("one", "parquet")
+    left = one.rows.with_name("rows.parquet.partial.jsonl")
+    left.write_text('{"index": 0}\n')
+    found = one(photos, code=2)
+    assert str(left) in found.err and "--force overwrites it" in found.err and left.read_text() == '{"index": 0}\n'
+    one(photos, "--force")
+    assert not left.exists()
+
+
+def test_a_parquet_file_of_something_else_is_refused_and_kept(run: Callable[..., Run], photos: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    one = run("one", "parquet")
+    one(photos, "--limit", 2)
+    for content in (pyarrow.table({"mine": [1, 2]}), None):
+        one.rows.write_bytes(b"no parquet") if content is None else parquet.write_table(content, one.rows)
+        before = one.rows.read_bytes()
+        one(photos, resume=True, code=2)
+        assert one.rows.read_bytes() == before and not list(one.rows.parent.glob("*.jsonl"))
+
+
+def test_parquet_without_its_library_is_an_error_that_names_it(
+    run: Callable[..., Run], photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("testtime.session.answers.find_spec", lambda name: None)
+    assert "pip install 'testtime[datasets]'" in run("one", "parquet")(photos, code=2).err
+
+
 # The input
 
 
@@ -333,7 +438,7 @@ def test_an_image_has_one_name_as_a_file_in_an_archive_and_in_a_row(tmp_path: Pa
 
     monkeypatch.chdir(tmp_path)
     known = journals._image_key(Stored())
-    for style in ("csv", "jsonl"):
+    for style in ("csv", "tsv", "jsonl"):
         text = io.StringIO()
         prediction = dict.fromkeys(journals.COLUMNS, 0) | {"image": str(Stored()), "label": "a", "zero_shot": "a"}
         journals.Rows(text, style).write(prediction)
@@ -358,15 +463,16 @@ def test_no_output_overwrites_an_input_or_another_output(run: Callable[..., Run]
     table.write_text(f"path,label\n{picture(tmp_path / '0.png', 0)},cat\n{picture(tmp_path / '1.png', 1)},dog\n")
     (tmp_path / "link.csv").symlink_to(table)
     one(table)
-    before = {path: path.read_bytes() for path in (table, tmp_path / "0.png", one.rows, one.state)}
+    odd = shutil.copy(one.state, tmp_path / "state.jsonl")
+    before = {path: path.read_bytes() for path in (table, tmp_path / "0.png", one.rows, one.state, odd)}
     for more, said in (
         (["--out", table], "--out would overwrite IMAGES"),
         (["--out", tmp_path / "link.csv"], "--out would overwrite IMAGES"),
         (["--save", tmp_path / "0.png"], "--save would overwrite IMAGES"),
-        (["--out", one.state], "--out and --save are the same file"),
+        (["--save", one.rows], "--out and --save are the same file"),
         (["--report", one.rows], "--out and --report are the same file"),
         (
-            ["--save", tmp_path / "new", "--out", one.state, "--resume", one.state],
+            ["--save", tmp_path / "new", "--out", odd, "--resume", odd],
             "--out would overwrite --resume",
         ),
     ):
@@ -390,7 +496,7 @@ def test_a_second_run_into_the_same_files_is_refused(run: Callable[..., Run], ph
         with files.locked(place):
             assert f"{place} is being written by process {os.getpid()} on " in one(photos, code=2).err
     assert one.bytes() == before
-    assert sorted(path.name for path in one.rows.parent.iterdir()) == [one.rows.name, one.state.name]
+    assert sorted(path.name for path in one.rows.parent.iterdir()) == ["rows.csv", "rows.toml", "state.safetensors"]
 
 
 def test_a_lock_does_not_outlive_its_process(tmp_path: Path) -> None:
@@ -407,8 +513,9 @@ def test_a_lock_does_not_outlive_its_process(tmp_path: Path) -> None:
 
 def names(rows: Path) -> Iterator[str]:
     text = rows.read_text(encoding="utf-8")
-    if rows.suffix == ".csv":
-        return (row["image"] for row in csv.DictReader(io.StringIO(text, newline="")))
+    if rows.suffix in (".csv", ".tsv"):
+        table = csv.DictReader(io.StringIO(text, newline=""), delimiter="," if rows.suffix == ".csv" else "\t")
+        return (row["image"] for row in table)
     return (json.loads(line)["image"] for line in text.split("\n") if line)
 
 

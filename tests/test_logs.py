@@ -423,7 +423,7 @@ def test_a_folder_named_like_the_package_is_not_the_package(tmp_path, monkeypatc
 
 @pytest.mark.parametrize("option", ["--out", "--save", "--report"])
 def test_a_log_never_goes_to_another_output(cli, photos, tmp_path, option) -> None:
-    done = cli("run", photos, "-e", "tiny", option, tmp_path / "x", "--log", f"jsonl:{tmp_path}/x")
+    done = cli("run", photos, "-e", "tiny", option, tmp_path / "x.csv", "--log", f"jsonl:{tmp_path}/x.csv")
     assert done.code == 2 and "are the same file" in done.err
 
 

@@ -198,6 +198,7 @@ def test_a_tally_counts_answered_skipped_and_correct_images(photos: list[Path]) 
         "learned": sum(answer.learned for answer in answers.values()),
         "changed": sum(answer.index != answer.zero_shot_index for answer in answers.values()),
         "labelled": 4,
+        "unlabelled": 1,
         "accuracy": sum(answer.index == label for answer, label in known) / 4,
         "zero_shot_accuracy": sum(answer.zero_shot_index == label for answer, label in known) / 4,
     }

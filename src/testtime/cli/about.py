@@ -18,7 +18,7 @@ app = typer.Typer()
 
 KINDS = {
     "methods": "testtime.registry:METHODS",
-    "encoders": "testtime.encoding.encoders:ENCODERS",
+    "encoders": "testtime.registry:ENCODERS",
     "datasets": "testtime.datasets:DATASETS",
     "prompts": "testtime.text.templates:PROMPTS",
 }
@@ -31,7 +31,9 @@ FORMS = [  # datasets that are given by path
 
 @app.command("list", epilog="Example:  testtime list methods")
 def list_(
-    what: Annotated[str, typer.Argument(metavar="|".join(KINDS), help="What to list.")] = "methods",
+    what: Annotated[
+        str, typer.Argument(metavar="|".join(KINDS), help="What to list.", autocompletion=lambda: list(KINDS))
+    ] = "methods",
 ) -> None:
     """List the available methods, encoders, datasets or prompt sets, including those of plug-ins."""
     from testtime import registry
@@ -49,9 +51,12 @@ def list_(
 
 @app.command(epilog="Example:  testtime demo --out demo")
 def demo(
-    output: Annotated[Path, typer.Option("--out", "-o", help="Folder for the HTML report.")] = Path("demo"),
+    output: Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="Folder for the HTML report.")] = Path(
+        "demo"
+    ),
     images: Annotated[
-        str | None, typer.Option("--images", help="A copy of Caltech101, to show its photographs in the report.")
+        str | None,
+        typer.Option("--images", metavar="FOLDER", help="A copy of Caltech101, to show its photographs in the report."),
     ] = None,
     as_json: Annotated[bool, flag("--json", help="One JSON object on standard output.")] = False,
 ) -> None:

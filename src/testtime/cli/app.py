@@ -12,11 +12,11 @@ from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from testtime.cli import about, data, doctor, encode, experiments, replay, report, run
 from testtime.cli import train_prompts as prompts
-from testtime.cli.options import flag
+from testtime.cli.options import flag, name_metavars
 from testtime.cli.terminal import err
 from testtime.errors import InputError, Interrupted, TesttimeError
 from testtime.machine.interrupts import on_interrupt
@@ -24,7 +24,31 @@ from testtime.machine.interrupts import on_interrupt
 STOPPED = "Interrupted. No partial file was left; run the command again."
 
 
-class Commands(TyperGroup):
+def _plain(params: list[Any]) -> list[Any]:
+    """Parameters whose help names no types, such as <bool>; options of ours are named by `name_metavars`."""
+    for param in params:
+        if param.param_type_name == "argument":
+            param.display_type_rich = lambda ctx: ""
+        elif param.metavar is None and getattr(param, "is_flag", False):  # --help and typer's own
+            param.metavar = ""
+    return params
+
+
+class Command(TyperCommand):
+    """A command with plain help."""
+
+    def get_params(self, ctx: Any) -> Any:
+        return _plain(super().get_params(ctx))
+
+
+class Group(TyperGroup):
+    """A group of commands with plain help."""
+
+    def get_params(self, ctx: Any) -> Any:
+        return _plain(super().get_params(ctx))
+
+
+class Commands(Group):
     """The commands, with two cases that typer handles differently: an interrupt, and a closed output pipe."""
 
     def invoke(self, ctx: Any) -> Any:
@@ -73,22 +97,27 @@ def _version(context: typer.Context, asked: bool) -> None:
 @app.callback()
 def _common(
     debug: Annotated[bool, flag("--debug", help="Show tracebacks.")] = False,
-    version: Annotated[bool, flag("--version", help="Print the version.", is_eager=True, callback=_version)] = False,
+    version: Annotated[
+        bool, flag("--version", "-V", help="Print the version.", is_eager=True, callback=_version)
+    ] = False,
 ) -> None:
     """Options of every command; `main` has already read --debug, wherever it was given."""
 
 
-def _unwrapped(commands: typer.Typer) -> typer.Typer:
-    """The commands with the lines of each paragraph of their help joined, for a terminal of any width."""
+def _readable(commands: typer.Typer) -> typer.Typer:
+    """The commands with plain help, and the lines of each paragraph joined, for a terminal of any width."""
     for command in commands.registered_commands:
+        command.cls = Command
+        if command.callback is not None:
+            name_metavars(command.callback)
         paragraphs = (inspect.getdoc(command.callback) or "").split("\n\n")
         command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
     return commands
 
 
 for commands in (run, encode, replay, report, prompts, experiments, doctor, about):
-    app.add_typer(_unwrapped(commands.app))  # no name: its commands are at the top level
-app.add_typer(_unwrapped(data.app), name="data")
+    app.add_typer(_readable(commands.app))  # no name: its commands are at the top level
+app.add_typer(_readable(data.app), name="data", cls=Group)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from testtime.cli.options import flag
+from testtime.cli.options import benchmarks, flag
 from testtime.cli.terminal import out, waiting
 from testtime.errors import InputError
 
@@ -54,7 +54,12 @@ def check(
 @app.command(epilog="Example:  testtime data info imagenet-a")
 def info(
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="A benchmark's short name; see 'testtime list datasets'.")
+        str,
+        typer.Argument(
+            metavar="NAME",
+            help="A benchmark's short name; see 'testtime list datasets'.",
+            autocompletion=benchmarks,
+        ),
     ],
     as_json: Json = False,
 ) -> None:

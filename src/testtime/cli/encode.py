@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from testtime.cli import options
+from testtime.cli import config, options
 from testtime.cli.terminal import counted, err, note, progress
 from testtime.errors import InputError
 from testtime.machine.interrupts import on_interrupt
@@ -36,9 +36,14 @@ def encode(
     limit: options.Limit = None,
     every: options.Every = "1s",
     device: options.Device = "auto",
-    dtype: Annotated[str, typer.Option("--dtype", help="Stored precision: float16 or float32.")] = "float16",
+    dtype: Annotated[
+        str, typer.Option("--dtype", metavar="NAME", help="Stored precision: float16 or float32.")
+    ] = "float16",
     shard: Annotated[int | None, typer.Option("--shard", help="Images per shard; --out is then a folder.")] = None,
+    force: options.Force = False,
     strict: options.Strict = False,
+    config_file: config.Config = None,
+    save_config: config.SaveConfig = None,
 ) -> None:
     """Encode images once into a feature file, for 'testtime replay' with any method.
 
@@ -47,14 +52,17 @@ def encode(
     from testtime import registry
     from testtime.encoding import encode as encoding
     from testtime.files import check_folder, check_place, locked
-    from testtime.files.outputs import distinct, read_files
+    from testtime.files.outputs import distinct, read_files, refuse_existing
     from testtime.machine.devices import find_device
     from testtime.types import ViewPlan
 
     data, names, labels = options.source_of(images, root, classes, classes_file, every)
     order = options.ordered(len(data), False, seed, limit)
     paths = [data.paths[i] for i in order]
-    distinct({"--out": output}, read_files(images, data.paths, encoder, classes_file, descriptions, prompts))
+    distinct(
+        {"--out": output, "--save-config": save_config},
+        read_files(images, data.paths, encoder, classes_file, descriptions, prompts) | {"--config": config_file},
+    )
     if dtype not in encoding.DTYPES:
         raise registry.unknown("dtype", dtype, encoding.DTYPES)
     if shard is not None and shard < 1:
@@ -62,7 +70,10 @@ def encode(
     source, count = options.variations_of(variations, views, paths, find_device(device))
     plan = ViewPlan(count, augmix, seed, source)
     check_place(output) if shard is None else check_folder(output)
+    check_place(save_config)
     context.with_resource(locked(output))
+    refuse_existing({"--out": output}, force)  # a folder of shards is resumed
+    config.save(context, save_config)
     loaded = options.encoder_of(encoder, device)
     task = options.task_of(loaded, names, template, descriptions, prompts)
     skipped: list[str] = []

@@ -14,7 +14,20 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from testtime.cli.options import Device, EncoderName, Every, Templates, encoder_of, flag
+from testtime.cli import config
+from testtime.cli.options import (
+    Device,
+    EncoderName,
+    Every,
+    Root,
+    Templates,
+    benchmarks_with_root,
+    encoder_of,
+    encoders,
+    experiment_names,
+    flag,
+    presets,
+)
 from testtime.cli.terminal import note, out, percent
 from testtime.errors import InputError
 from testtime.machine.interrupts import on_interrupt
@@ -29,11 +42,21 @@ app = typer.Typer()
 WIDE = 240  # characters per line in a pipe
 TABLES = ("json", "md", "html")
 
-Seeds = Annotated[str | None, typer.Option("--seeds", help="Comma-separated seeds; by default the protocol's.")]
-Track = Annotated[str, typer.Option("--track", help="Settings: one-setting for all datasets, or per-dataset.")]
+Seeds = Annotated[
+    str | None,
+    typer.Option("--seeds", metavar="N,N,...", help="Comma-separated seeds; by default the protocol's."),
+]
+Track = Annotated[
+    str, typer.Option("--track", metavar="NAME", help="Settings: one-setting for all datasets, or per-dataset.")
+]
 Protocol = Annotated[
     str,
-    typer.Option("--protocol", help="released or paper: views, templates and DPE as in the code or the paper."),
+    typer.Option(
+        "--protocol",
+        metavar="NAME",
+        help="released or paper: views, templates and DPE as in the code or the paper.",
+        autocompletion=presets,
+    ),
 ]
 RecipeViews = Annotated[
     int | None,
@@ -57,7 +80,7 @@ Learned = Annotated[
         help="A learned prompt, for rows that use one; see 'testtime train-prompts'.",
     ),
 ]
-Out = Annotated[Path, typer.Option("--out", "-o", help="Folder for features, cells and tables.")]
+Out = Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="Folder for features, cells and tables.")]
 Limit = Annotated[
     int | None, typer.Option("--limit", help="Use only this many images, chosen at random but the same for every seed.")
 ]
@@ -70,14 +93,19 @@ Shard = Annotated[int, typer.Option("--shard", help="Images per shard of feature
     epilog="Example:  testtime eval caltech-101/ --encoder offline --methods zeroshot,tda,dpe --seeds 1,2,3",
 )
 def eval_(
+    context: typer.Context,
     data: Annotated[
         list[str],
-        typer.Argument(metavar="DATA", help="Folders of labelled images, or benchmark names with --root."),
+        typer.Argument(
+            metavar="DATA",
+            help="Folders of labelled images, or benchmark names with --root.",
+            autocompletion=benchmarks_with_root,
+        ),
     ],
-    methods: Annotated[str, typer.Option("--methods", "-m", help="Comma-separated; dpe:paper selects a preset.")] = (
-        "zeroshot,dpe"
-    ),
-    root: Annotated[Path | None, typer.Option("--root", help="Folder that holds the benchmarks.")] = None,
+    methods: Annotated[
+        str, typer.Option("--methods", "-m", metavar="NAMES", help="Comma-separated; dpe:paper selects a preset.")
+    ] = "zeroshot,dpe",
+    root: Root = None,
     encoder: EncoderName = "offline",
     seeds: Seeds = None,
     track: Track = "one-setting",
@@ -93,6 +121,8 @@ def eval_(
     device: Device = "auto",
     output: Out = Path("runs"),
     as_json: Json = False,
+    config_file: config.Config = None,
+    save_config: config.SaveConfig = None,
 ) -> None:
     """Score methods on labelled images: mean and spread over seeds. Run the command again to resume it.
 
@@ -103,12 +133,14 @@ def eval_(
     from testtime.experiments.run import write_results
     from testtime.experiments.scores import evaluate
     from testtime.experiments.tables import evaluation_markdown
-    from testtime.files import check_folder
+    from testtime.files import check_folder, check_place
 
     datasets = [find_dataset(what, root, every=every) for what in data]
     _check_out(output, "results", data, encoder, descriptions, learned)
     _print_notes(datasets)
     check_folder(output)
+    check_place(save_config)
+    config.save(context, save_config)
     with on_interrupt(lambda: _stopped(output)):
         plan = _plan(
             encoder_of(encoder, device), output, seeds=seeds, track=track, protocol=protocol, views=views,
@@ -133,7 +165,12 @@ def eval_(
 
 @app.command(epilog="Example:  testtime bench components caltech-101/ --encoder offline --out runs/caltech")
 def bench(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The experiment; see 'testtime bench list'.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME", help="The experiment; see 'testtime bench list'.", autocompletion=experiment_names
+        ),
+    ],
     data: Annotated[
         Path | None,
         typer.Argument(
@@ -141,7 +178,14 @@ def bench(
         ),
     ] = None,
     encoder: Annotated[
-        str | None, typer.Option("--encoder", "-e", help="See 'list encoders'; by default the experiment's own.")
+        str | None,
+        typer.Option(
+            "--encoder",
+            "-e",
+            metavar="NAME",
+            help="See 'list encoders'; by default the experiment's own.",
+            autocompletion=encoders,
+        ),
     ] = None,
     seeds: Seeds = None,
     track: Track = "one-setting",
@@ -153,7 +197,9 @@ def bench(
     rows: Annotated[
         list[str] | None, typer.Option("--row", metavar="ROW", help="Run only this row of the table; can be repeated.")
     ] = None,
-    after: Annotated[str | None, typer.Option("--after", help="tsne: comma-separated numbers of images.")] = None,
+    after: Annotated[
+        str | None, typer.Option("--after", metavar="N,N,...", help="tsne: comma-separated numbers of images.")
+    ] = None,
     limit: Limit = None,
     device: Device = "auto",
     dry_run: Annotated[bool, flag("--dry-run", help="Estimate the cost without running anything.")] = False,

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import typer
+from typer.models import OptionInfo
 
 from testtime.cli.terminal import note, waiting
 from testtime.errors import InputError
+from testtime.registry import Entry
 
 if TYPE_CHECKING:
     import torch
@@ -24,11 +27,69 @@ def flag(*names: str, help: str, **others: Any) -> Any:
     return typer.Option(*names, help=help, metavar="", **others)
 
 
+NUMBER = "N"  # the metavar of whole numbers, and of nothing else
+METAVARS: dict[object, str] = {bool: "", int: NUMBER, Path: "FILE", str: "TEXT"}
+
+
+def name_metavars(command: Callable[..., Any]) -> None:
+    """Name the values of a command's options by their types, where they have no name; typer would write <path>."""
+    # no longer text, of which typer would make other options
+    command.__annotations__ = get_type_hints(command, include_extras=True)
+    for hint in command.__annotations__.values():
+        for about in getattr(hint, "__metadata__", ()):
+            if isinstance(about, OptionInfo) and about.metavar is None:
+                kinds = [kind for kind in (hint.__origin__, *get_args(hint.__origin__)) if kind in METAVARS]
+                about.metavar = METAVARS[kinds[0]]
+
+
+# Shell completions. They import neither torch nor the modules that do.
+
+
 def _methods() -> list[str]:
-    """Shell completions for a method's name."""
     from testtime.registry import method_names
 
     return method_names()
+
+
+def encoders() -> list[str]:
+    """The encoders; a colon ends those that take a model."""
+    from testtime.registry import ENCODERS
+
+    return [name + ":" * (":" in ENCODERS.ours.get(name, Entry(None)).usage) for name in ENCODERS.names()]
+
+
+def _devices() -> list[str]:
+    return ["auto", "cpu", "cuda"]
+
+
+def presets() -> list[str]:
+    """The presets of all methods: those of dpe."""
+    return ["released", "paper"]
+
+
+def _prompt_sets() -> list[str]:
+    from testtime.text.templates import PROMPTS
+
+    return PROMPTS.names()
+
+
+def experiment_names() -> list[str]:
+    """The experiments of 'testtime bench'."""
+    from testtime.experiments.catalogue import EXPERIMENTS
+
+    return ["list", *EXPERIMENTS]
+
+
+def benchmarks() -> list[str]:
+    """The benchmarks by name, and datasets of plug-ins."""
+    from testtime.experiments.catalogue import CROSS, NATURAL
+
+    return [*NATURAL, *CROSS, *(point.name for point in entry_points(group="testtime.datasets"))]
+
+
+def benchmarks_with_root(context: typer.Context) -> list[str]:
+    """The benchmarks after --root; otherwise the shell completes file names."""
+    return benchmarks() if context.params.get("root") else []
 
 
 Images = Annotated[
@@ -37,32 +98,59 @@ Images = Annotated[
         metavar="IMAGES",
         help="A folder, a quoted glob pattern, a .txt list of paths, an image or a video, or - for paths on standard "
         "input; a CSV, .tar shards or a saved dataset; or a benchmark's name with --root.",
+        autocompletion=benchmarks_with_root,
     ),
 ]
-Root = Annotated[Path | None, typer.Option("--root", help="Folder that holds the benchmarks.")]
+Root = Annotated[Path | None, typer.Option("--root", metavar="FOLDER", help="Folder that holds the benchmarks.")]
 Classes = Annotated[
     str | None,
-    typer.Option("--classes", help="Comma-separated class names, such as cat,dog,fox; by default the dataset's own."),
+    typer.Option(
+        "--classes",
+        metavar="NAMES",
+        help="Comma-separated class names, such as cat,dog,fox; by default the dataset's own.",
+    ),
 ]
 ClassesFile = Annotated[Path | None, typer.Option("--classes-file", help="File of class names, one per line.")]
 EncoderName = Annotated[
     str,
-    typer.Option("--encoder", "-e", help="offline, open_clip:MODEL/PRETRAINED or hf:REPO; see 'list encoders'."),
+    typer.Option(
+        "--encoder",
+        "-e",
+        metavar="NAME",
+        help="offline, open_clip:MODEL/PRETRAINED or hf:REPO; see 'list encoders'.",
+        autocompletion=encoders,
+    ),
 ]
 MethodName = Annotated[
-    str, typer.Option("--method", "-m", help="A method's name; see 'testtime list methods'.", autocompletion=_methods)
+    str,
+    typer.Option(
+        "--method",
+        "-m",
+        metavar="NAME",
+        help="A method's name; see 'testtime list methods'.",
+        autocompletion=_methods,
+    ),
 ]
 Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="A setting of the method; can be repeated."),
 ]
-Preset = Annotated[str | None, typer.Option("--preset", help="A named set of settings: released or paper for dpe.")]
+Preset = Annotated[
+    str | None,
+    typer.Option(
+        "--preset",
+        metavar="NAME",
+        help="A named set of settings: released or paper for dpe.",
+        autocompletion=presets,
+    ),
+]
 Templates = Annotated[
     list[str] | None,
     typer.Option(
         "--template",
         metavar="TEXT",
         help="A prompt with {} for the class, or a named set (see 'list prompts'); can be repeated.",
+        autocompletion=_prompt_sets,
     ),
 ]
 Descriptions = Annotated[
@@ -71,7 +159,11 @@ Descriptions = Annotated[
 ]
 Prompts = Annotated[
     str | None,
-    typer.Option("--prompts", help="coop:FILE, a learned prompt instead of templates; see 'testtime train-prompts'."),
+    typer.Option(
+        "--prompts",
+        metavar="coop:FILE",
+        help="A learned prompt instead of templates; see 'testtime train-prompts'.",
+    ),
 ]
 Views = Annotated[int, typer.Option("--views", help="Views per image: itself and random crops.")]
 ViewsOrPaper = Annotated[
@@ -94,7 +186,12 @@ PAPER_VIEWS = 64  # to which DiffTPT adds 63 variations
 AugMix = Annotated[bool, flag("--augmix", help="Apply AugMix to the random crops.")]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of the views and of --shuffle.")]
 Shuffle = Annotated[bool, flag("--shuffle", help="Shuffle the stream with --seed.")]
-Device = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, mps (an Apple GPU) or auto.")]
+Device = Annotated[
+    str,
+    typer.Option(
+        "--device", metavar="NAME", help="cpu, cuda, cuda:1, mps (an Apple GPU) or auto.", autocompletion=_devices
+    ),
+]
 Limit = Annotated[int | None, typer.Option("--limit", help="Stop after this many images.")]
 Reference = Annotated[
     bool, flag("--reference", help="Run the reference implementation, not a faster one; same answers up to rounding.")
@@ -114,6 +211,7 @@ Logs = Annotated[
         "can be repeated.",
     ),
 ]
+Force = Annotated[bool, flag("--force", help="Overwrite files that exist.")]
 Strict = Annotated[bool, flag("--strict", help="Stop at an image that cannot be read instead of skipping it.")]
 
 
@@ -151,18 +249,29 @@ def pairs(settings: list[str] | None, option: str = "--set", example: str = "alp
     return chosen
 
 
+def given(context: typer.Context, name: str) -> bool:
+    """Whether a parameter was given, on the command line or in a --config file."""
+    return getattr(context.get_parameter_source(name), "name", "") in ("COMMANDLINE", "DEFAULT_MAP")
+
+
 def source_of(
-    what: str, root: Path | None, classes: str | None, file: Path | None, every: str = "1s"
+    what: str,
+    root: Path | None,
+    classes: str | None,
+    file: Path | None,
+    every: str = "1s",
+    saved: Sequence[str] | None = None,
 ) -> tuple[Dataset, tuple[str, ...], list[int | None]]:
     """The images that an argument names, the classes, and each image's class where it is known.
 
-    Classes are those given, or by default the dataset's own.
+    Classes are those given, else those of a `saved` state, or by default the dataset's own. Folders, labels and classes
+    that found no partner are printed.
     """
     from testtime.datasets import find_dataset, with_classes
     from testtime.datasets.dataset import shortened
 
     data = find_dataset(what, root, labelled=False, every=every)
-    given = None if classes is None and file is None else class_names(classes, file)
+    given = saved if classes is None and file is None else class_names(classes, file)
     names, labels, notes = with_classes(data, given, CLASSES_NEEDED)
     for line in notes:
         note(f"note: {line}")

@@ -39,7 +39,7 @@ def replay(
         bool,
         options.flag("--oracle", help="dmn only: choose its fusion weight with the test labels, as published."),
     ] = False,
-    dtype: Annotated[str, typer.Option("--dtype", help="float32 or float64.")] = "float32",
+    dtype: Annotated[str, typer.Option("--dtype", metavar="NAME", help="float32 or float64.")] = "float32",
     device: options.Device = "cpu",
     limit: options.Limit = None,
     seed: options.Seed = 0,
@@ -50,6 +50,7 @@ def replay(
         typer.Option("--out", "-o", help="File for logits [N,C] and pred [N] (.safetensors)."),
     ] = None,
     report: options.Report = None,
+    force: options.Force = False,
     as_json: Annotated[bool, options.flag("--json", help="One JSON object on standard output.")] = False,
 ) -> None:
     """Run a method over a feature file; no encoder, no images.
@@ -59,7 +60,7 @@ def replay(
     from testtime.encoding.store import Features
     from testtime.experiments import oracle as oracles
     from testtime.files import check_place, write_tensors
-    from testtime.files.outputs import distinct
+    from testtime.files.outputs import distinct, refuse_existing
     from testtime.session import replay as replays
 
     if oracle and report is not None:
@@ -70,6 +71,7 @@ def replay(
     check_place(report)
     store = Features(file)
     distinct({"--out": output, "--report": report}, {"FEATURES": [file, *store.files, file / "index.json"]})
+    refuse_existing({"--out": output, "--report": report}, force)
     chosen = replays.recorded_settings(store, method) if recorded else {}
     made = options.method_of(method, preset, settings, chosen)
     with progress("images", min(len(store), limit or len(store)), quiet=as_json) as advance:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from testtime.cli.options import Device, Limit, Seed, Shuffle, flag, ordered, pairs, steps_on
+from testtime.cli.options import Device, Force, Limit, Seed, Shuffle, flag, ordered, pairs, steps_on
 from testtime.cli.terminal import err, progress
 from testtime.errors import InputError
 
@@ -29,7 +29,9 @@ EXAMPLE = "Example:  testtime report photos.safetensors --methods zeroshot,tda,d
 def report(
     features: Annotated[Path, typer.Argument(metavar="FEATURES", help="A feature file, or a folder of shards.")],
     output: Annotated[Path, typer.Option("--out", "-o", help="The page to write.")] = Path("report.html"),
-    methods: Annotated[str, typer.Option("--methods", "-m", help="Comma-separated names.")] = "zeroshot,tda,dpe",
+    methods: Annotated[
+        str, typer.Option("--methods", "-m", metavar="NAMES", help="Comma-separated names.")
+    ] = "zeroshot,tda,dpe",
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="METHOD.KEY=VALUE", help="A setting of one method; can be repeated."),
@@ -37,7 +39,9 @@ def report(
     images: Annotated[
         str | None,
         typer.Option(
-            "--images", help="The images that were encoded, for thumbnails; by default as recorded in the file."
+            "--images",
+            metavar="IMAGES",
+            help="The images that were encoded, for thumbnails; by default as recorded in the file.",
         ),
     ] = None,
     sweep: Annotated[
@@ -45,7 +49,12 @@ def report(
         typer.Option("--sweep", metavar="KEY=V1,V2,...", help="Vary a setting of the last method; give one or two."),
     ] = None,
     snapshots: Annotated[
-        str | None, typer.Option("--snapshots", help="Show the queues after these numbers of images, such as 300,2000.")
+        str | None,
+        typer.Option(
+            "--snapshots",
+            metavar="N,N,...",
+            help="Show the queues after these numbers of images, such as 300,2000.",
+        ),
     ] = None,
     with_map: Annotated[bool, flag("--map/--no-map", help="Draw the queues as a map (needs scikit-learn).")] = True,
     title: Annotated[str, typer.Option("--title", help="Heading of the page.")] = TITLE,
@@ -53,6 +62,7 @@ def report(
     shuffle: Shuffle = False,
     limit: Limit = None,
     device: Device = "cpu",
+    force: Force = False,
     as_json: Annotated[bool, flag("--json", help="One JSON object on standard output.")] = False,
 ) -> None:
     """Write one HTML page about methods run over a feature file: curves, classes, calibration, queues, images.
@@ -62,7 +72,7 @@ def report(
     from testtime import registry
     from testtime.encoding.store import Features
     from testtime.files import check_place, write_atomic
-    from testtime.files.outputs import distinct
+    from testtime.files.outputs import distinct, refuse_existing
     from testtime.report import gather
     from testtime.report.conditions import conditions
     from testtime.report.data import Grid, StreamReport
@@ -71,6 +81,7 @@ def report(
     store = Features(features)
     distinct({"--out": output}, {"FEATURES": [features, *store.files, features / "index.json"]})
     check_place(output)
+    refuse_existing({"--out": output}, force)
     made = _methods(methods, settings)
     varied = _varied(sweep, store, made[-1])
     shown = _images(images, store)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.markup import escape
 
-from testtime.cli import options
+from testtime.cli import config, options
 from testtime.cli.terminal import Watch, counted, err, note, opened, percent, progress
 from testtime.errors import InputError, Interrupted
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from testtime.report.record import Record
     from testtime.session.journal import Tally
     from testtime.session.session import Session
-    from testtime.types import Method
+    from testtime.types import Method, StoredImage
 
 app = typer.Typer()
 
@@ -48,116 +49,198 @@ def run(
     every: options.Every = "1s",
     device: options.Device = "auto",
     output: Annotated[
-        Path | None, typer.Option("--out", "-o", help="CSV or .jsonl file; default: standard output.")
+        Path | None,
+        typer.Option(
+            "--out", "-o", help="File for the rows: .csv, .tsv, .jsonl or .parquet; default: standard output."
+        ),
     ] = None,
-    style: Annotated[str | None, typer.Option("--format", help="csv or jsonl; default: by the name of --out.")] = None,
+    style: Annotated[
+        str | None,
+        typer.Option("--format", metavar="NAME", help="Form of standard output: csv (the default), tsv or jsonl."),
+    ] = None,
     save: Annotated[Path | None, typer.Option("--save", help="File for what was learned (.safetensors).")] = None,
     resume: Annotated[
-        Path | None, typer.Option("--resume", help="Resume from a saved state; images already in --out are skipped.")
+        Path | None,
+        typer.Option(
+            "--resume",
+            help="Resume from a saved state, with its classes, prompts and encoder; images already in --out are "
+            "skipped.",
+        ),
     ] = None,
     report: options.Report = None,
     log: options.Logs = None,
+    force: options.Force = False,
     strict: options.Strict = False,
     reference: options.Reference = False,
     json_summary: Annotated[
         bool, options.flag("--json", help="The summary as a JSON object on standard error.")
     ] = False,
+    config_file: config.Config = None,
+    save_config: config.SaveConfig = None,
 ) -> None:
     """Classify images and learn from each one along the way.
 
     Every row holds the label, its confidence and entropy (nats), the zero-shot label, and whether the image was
-    learned from. If the images have labels, or are in folders named after classes, the accuracy of both is shown too;
-    labels are only used for scoring.
+    learned from. If the images have labels, or are in folders named after classes, rows hold the true label too, and
+    the accuracy of both is shown; labels are only used for scoring.
     """
-    from testtime.files import check_place, locked
-    from testtime.files.outputs import distinct, read_files
+    from testtime.files.outputs import read_files
     from testtime.machine.devices import find_device
-    from testtime.session.journal import Journal, Rows, Tally, no_earlier_run, read_earlier_run
-    from testtime.session.logs import check_logs, open_log
+    from testtime.session.answers import style_of
+    from testtime.session.logs import check_logs
+    from testtime.session.saved_state import Saved
     from testtime.session.session import Session
 
-    style = _style(style, output)
-    data, names, labels = options.source_of(images, root, classes, classes_file, every)
+    style = style_of(output, style)
+    saved = None if resume is None else Saved(resume, "cpu")
+    own = None if saved is None else saved.task.classnames
+    data, names, labels = options.source_of(images, root, classes, classes_file, every, own)
     # mistakes in names and settings show before the encoder is loaded
     chosen = options.method_of(method, preset, settings)
     order = options.ordered(len(data), shuffle, seed, limit)
     paths, labels = [data.paths[i] for i in order], [labels[i] for i in order]
     source, count = options.variations_of(variations, views, paths, find_device(device))
-    for path in (save, report):
-        check_place(path)
-    logged = check_logs(log)
-    distinct(
-        {"--out": output, "--save": save, "--report": report} | logged,
-        read_files(images, data.paths, encoder, classes_file, descriptions, prompts),
-    )
-    # --save may be the same file, and often is
-    distinct({"--out": output, "--report": report} | logged, {"--resume": resume})
-    for path in (output, save):
-        if path is not None and (path.is_file() or not path.exists()):  # not a pipe or a device
-            context.with_resource(locked(path))
-    loaded = options.encoder_of(encoder, device)
-    task = options.task_of(loaded, names, template, descriptions, prompts, getattr(chosen, "needs_tower", False))
-    if resume is None:
+    encoder = saved.task.encoder if saved is not None and not options.given(context, "encoder") else encoder
+    outputs = Outputs(output, save, report, save_config)
+    inputs = read_files(images, data.paths, encoder, classes_file, descriptions, prompts) | {"--config": config_file}
+    _check_outputs(context, outputs, check_logs(log), inputs, resume, force)
+    config.save(context, save_config)
+    loaded, texts = options.encoder_of(encoder, device), (template, descriptions, prompts)
+    tower = getattr(chosen if saved is None else saved.method, "needs_tower", False)
+    task = None
+    if saved is None or tower or any((classes, classes_file, *texts)):  # else the saved state's own
+        task = options.task_of(loaded, names, *texts, tower)
+    if task is not None and resume is None:
         session = Session(
             task, chosen, encoder=loaded, views=count, augmix=augmix, seed=seed, variations=source, reference=reference
         )
-    else:
+    elif resume is not None:
         session = Session.load(
-            resume, task, encoder=loaded, variations=source, device=task.text.device, reference=reference
+            resume, task, encoder=loaded, variations=source, device=options.steps_on(device), reference=reference
         )
-        plan = session.plan
-        own = f"{session.method.name}, {counted(plan.count, 'view')}{', AugMix' * plan.augmix}, seed {plan.seed}"
-        note(f"Resuming {resume} after {counted(session.count, 'image')} with its own settings: {own}.")
-        if ignored := _ignored_options(context, session, chosen, count, shuffle):
-            note(f"note: {', '.join(ignored)} ignored in favour of the saved state; start without --resume to use it.")
-    before = no_earlier_run(paths, session.position)
-    if resume is not None and output is not None and output.exists():
-        before = read_earlier_run(resume, output, style, paths, session.position)
-        paths, labels = [paths[i] for i in before.remaining], [labels[i] for i in before.remaining]
-        if not paths:
-            note(f"All {counted(len(order), 'image')} are already in {output}; nothing is left to do.")
-            return
-    tally = Tally(labels, session.position)
-    session.observers.append(tally)
-    for where in log or ():
-        context.with_resource(open_log(where, session, labels, on_failure=lambda line: note(f"note: {line}")))
-    record = None
-    if report is not None:
-        from testtime.report.record import Record
+        _print_resumed(context, session, resume, chosen, count)
+    about = {"name": data.name, "order": f"shuffled, seed {seed}" if shuffle else "as given"}
+    _classify(context, session, paths, labels, outputs, style, resume, about)
 
-        record = Record(session, labels)
-        session.observers.append(record)
 
-    def skip(_: object, error: InputError) -> None:
-        err.print(f"[yellow]skipped[/] {escape(str(error))}", soft_wrap=True)
+class Outputs(NamedTuple):
+    """The files that a run writes, where they were asked for."""
 
-    watching, stopped = output is None and sys.stdout.isatty(), False
-    with opened(output, append=bool(before.rows)) as file:
-        rows = Watch(task.classnames) if watching else Rows(file, style, before.rows)
-        kept = rows if isinstance(rows, Rows) and output is not None and output.is_file() else None
-        journal = Journal(session, rows.write, before, save, kept)
-        session.observers.append(journal)
-        with journal.saving(), progress("images", len(paths), quiet=output is None) as advance:
+    rows: Path | None
+    state: Path | None
+    report: Path | None
+    config: Path | None
+
+    def by_option(self) -> dict[str, Path | None]:
+        return dict(zip(("--out", "--save", "--report", "--save-config"), self, strict=True))
+
+
+def _check_outputs(
+    context: typer.Context,
+    outputs: Outputs,
+    logs: dict[str, Path],
+    inputs: Mapping[str, Any],
+    resume: Path | None,
+    force: bool,
+) -> None:
+    """Lock the outputs; refuse those that cannot be written, are also inputs, or would overwrite earlier ones."""
+    from testtime.files import check_place, locked
+    from testtime.files.outputs import distinct, refuse_existing
+    from testtime.session.answers import partial_file
+
+    for path in outputs[1:]:
+        check_place(path)
+    distinct(outputs.by_option() | logs, inputs)
+    # --save may be the same file, and often is
+    distinct(outputs._replace(state=None).by_option() | logs, {"--resume": resume})
+    for path in (outputs.rows, outputs.state):
+        if path is not None and (path.is_file() or not path.exists()):  # not a pipe or a device
+            context.with_resource(locked(path))
+    if resume is None:
+        rows = {"--out": outputs.rows, "rows of a run that was killed,": partial_file(outputs.rows)}
+        refuse_existing(rows, force, ", --resume STATE continues it")
+        refuse_existing({"--save": outputs.state}, force, f", --resume {outputs.state} continues from it")
+        refuse_existing({"--report": outputs.report} | logs, force)
+    elif outputs.state is not None and outputs.state.resolve() != resume.resolve():
+        refuse_existing({"--save": outputs.state}, force)
+
+
+def _print_resumed(context: typer.Context, session: Session, resume: Path, method: Method, views: int) -> None:
+    plan = session.plan
+    own = f"{session.method.name}, {counted(plan.count, 'view')}{', AugMix' * plan.augmix}, seed {plan.seed}"
+    note(f"Resuming {resume} after {counted(session.count, 'image')} with its own settings: {own}.")
+    if ignored := _ignored_options(context, session, method, views):
+        note(f"note: {', '.join(ignored)} ignored in favour of the saved state; start without --resume to use it.")
+
+
+def _classify(
+    context: typer.Context,
+    session: Session,
+    paths: Sequence[StoredImage],
+    labels: Sequence[int | None],
+    outputs: Outputs,
+    style: str,
+    resume: Path | None,
+    about: dict[str, str],
+) -> None:
+    """Run the session over images, and write what was asked for; an interrupt keeps everything up to it."""
+    from testtime.session.answers import appendable
+    from testtime.session.journal import Journal, Rows, Tally, no_earlier_run, read_earlier_run
+    from testtime.session.logs import open_log
+
+    with appendable(outputs.rows, resume is not None) as file:
+        before = no_earlier_run(paths, session.position)
+        if resume is not None and file is not None and file.exists():
             try:
-                with closing(session.run(paths, on_error=None if strict else skip)) as answers:
-                    for _ in answers:
-                        advance(tally.images + tally.skipped)
-            except KeyboardInterrupt:
-                stopped = True
+                before = read_earlier_run(resume, file, style, paths, session.position)
+            except InputError as problem:
+                if not context.params["force"]:
+                    raise InputError(f"{problem} --force overwrites it.") from None
+            if not before.remaining:
+                note(f"All {counted(len(paths), 'image')} are already in {outputs.rows}; nothing is left to do.")
+                return
+        paths, labels = [paths[i] for i in before.remaining], [labels[i] for i in before.remaining]
+        config.keep(context, outputs.rows, bool(before.rows))
+        tally = Tally(labels, session.position)
+        session.observers.append(tally)
+        for where in context.params["log"] or ():
+            context.with_resource(open_log(where, session, labels, on_failure=lambda line: note(f"note: {line}")))
+        record = None
+        if outputs.report is not None:
+            from testtime.report.record import Record
+
+            record = Record(session, labels)
+            session.observers.append(record)
+        watching, stopped = file is None and sys.stdout.isatty(), False
+        with opened(file, append=bool(before.rows)) as stream:
+            rows = Watch(session.task.classnames) if watching else Rows(stream, style, before.rows)
+            kept = rows if isinstance(rows, Rows) and file is not None and file.is_file() else None
+            journal = Journal(session, rows.write, before, outputs.state, kept, labels)
+            session.observers.append(journal)
+            skip = None if context.params["strict"] else _print_skipped
+            with journal.saving(), progress("images", len(paths), quiet=file is None) as advance:
+                try:
+                    with closing(session.run(paths, on_error=skip)) as answered:
+                        for _ in answered:
+                            advance(tally.images + tally.skipped)
+                except KeyboardInterrupt:
+                    stopped = True
     if not tally.images and not stopped:
         raise InputError(f"None of the images could be read; {len(paths):,} of {len(paths):,} were skipped.")
-    if report is not None and record is not None and tally.images:
-        order_words = f"shuffled, seed {seed}" if shuffle else "as given"
-        order_words += f", interrupted after {tally.images:,} of {len(paths):,} images" * stopped
-        _write_report(report, record, data.name, order_words)
-    _print_tally(tally, session, save, output, json_summary, report if tally.images else None)
+    if outputs.report is not None and record is not None and tally.images:
+        about["order"] += f", interrupted after {tally.images:,} of {len(paths):,} images" * stopped
+        _write_report(outputs.report, record, **about)
+    _print_tally(tally, session, outputs, context.params["json_summary"])
     if stopped:
-        raise Interrupted(
-            f"Interrupted after {tally.images:,} of {len(paths):,} images. {_how_to_resume(save, output)}"
-        )
+        then = _how_to_resume(outputs.state, outputs.rows)
+        raise Interrupted(f"Interrupted after {tally.images:,} of {len(paths):,} images. {then}")
 
 
-def _ignored_options(context: typer.Context, session: Session, method: Method, views: int, shuffle: bool) -> list[str]:
+def _print_skipped(_: object, error: InputError) -> None:
+    err.print(f"[yellow]skipped[/] {escape(str(error))}", soft_wrap=True)
+
+
+def _ignored_options(context: typer.Context, session: Session, method: Method, views: int) -> list[str]:
     """The options given that differ from the saved session, which takes precedence."""
     other = {
         "method": method.name != session.method.name,
@@ -165,11 +248,10 @@ def _ignored_options(context: typer.Context, session: Session, method: Method, v
         "settings": method != session.method,
         "views": views != session.plan.count,
         "augmix": not session.plan.augmix,
-        "seed": context.params["seed"] != session.plan.seed and not shuffle,  # which uses it too
+        "seed": context.params["seed"] != session.plan.seed and not context.params["shuffle"],  # which uses it too
     }
     words = {param.name: param.opts[0] for param in context.command.params}
-    given = [name for name in other if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]
-    return [words[name] for name in given if other[name]]
+    return [words[name] for name in other if other[name] and options.given(context, name)]
 
 
 def _how_to_resume(save: Path | None, output: Path | None) -> str:
@@ -178,14 +260,6 @@ def _how_to_resume(save: Path | None, output: Path | None) -> str:
     if output is None:
         return f"What was learned is in {save}; resume with --resume {save}."
     return f"To resume, run the same command with --resume {save}."
-
-
-def _style(style: str | None, output: Path | None) -> str:
-    if style is None:
-        return "jsonl" if output is not None and output.suffix in (".jsonl", ".json", ".ndjson") else "csv"
-    if style not in ("csv", "jsonl"):
-        raise InputError(f"Unknown --format '{style}'. Available: csv, jsonl.")
-    return style
 
 
 def _write_report(file: Path, record: Record, name: str, order: str) -> None:
@@ -211,25 +285,27 @@ def _write_report(file: Path, record: Record, name: str, order: str) -> None:
     write_atomic(file, html([made], about, "testtime run"))
 
 
-def _print_tally(
-    tally: Tally, session: Session, save: Path | None, output: Path | None, as_json: bool, report: Path | None
-) -> None:
-    about = tally.summary() | {"method": session.method.name, "state": str(save) if save else None}
+def _print_tally(tally: Tally, session: Session, outputs: Outputs, as_json: bool) -> None:
+    rows, state, report, _ = outputs
+    report = report if tally.images else None
+    about = tally.summary() | {"method": session.method.name, "state": str(state) if state else None}
     about |= {"report": str(report)} if report else {}
     if as_json:
         print(json.dumps(about), file=sys.stderr)
         return
+    labelled = tally.accuracy.images
     err.print(
         f"{counted(tally.images, 'image')}, {tally.learned:,} learned from, "
         f"{counted(tally.changed, 'answer')} changed from zero-shot"
+        + (f", {tally.images - labelled:,} without a known class" if tally.images > labelled else "")
         + (f", {tally.skipped} skipped" if tally.skipped else "")
-        + (f"; rows in {escape(str(output))}" if output else "")
-        + (f"; state in {escape(str(save))}" if save else "")
+        + (f"; rows in {escape(str(rows))}" if rows else "")
+        + (f"; state in {escape(str(state))}" if state else "")
         + (f"; page in {escape(str(report))}" if report else ""),
         highlight=False,
         soft_wrap=True,
     )
-    if labelled := tally.accuracy.images:
+    if labelled:
         err.print(
             f"accuracy on {counted(labelled, 'image')} whose class is known: "
             f"{percent(tally.accuracy.compute())} ({session.method.name}), "

@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from testtime.cli.options import Classes, ClassesFile, Device, EncoderName, Strict, class_names, encoder_of, flag, pairs
+from testtime.cli.options import (
+    Classes,
+    ClassesFile,
+    Device,
+    EncoderName,
+    Force,
+    Strict,
+    class_names,
+    encoder_of,
+    flag,
+    pairs,
+)
 from testtime.cli.terminal import counted, err, percent, progress
 from testtime.errors import InputError
 from testtime.machine.interrupts import on_interrupt
@@ -39,7 +50,10 @@ def train_prompts(
     split: Annotated[
         Path | None, typer.Option("--split", help="A split_zhou_X.json whose 'train' lists the images.")
     ] = None,
-    root: Annotated[Path | None, typer.Option("--root", help="Folder that paths in --split are relative to.")] = None,
+    root: Annotated[
+        Path | None,
+        typer.Option("--root", metavar="FOLDER", help="Folder that paths in --split are relative to."),
+    ] = None,
     encoder: EncoderName = "offline",
     shots: Annotated[int, typer.Option("--shots", help="Images per class, chosen by --seed.")] = 16,
     epochs: Annotated[int, typer.Option("--epochs", help="Passes over the training images.")] = 50,
@@ -53,6 +67,7 @@ def train_prompts(
     ] = 1,
     device: Device = "auto",
     resume: Annotated[bool, flag("--resume", help="Resume interrupted training from --out.")] = False,
+    force: Force = False,
     strict: Strict = False,
 ) -> None:
     """Learn the words of a prompt (CoOp) from a few labelled images of each class.
@@ -65,6 +80,7 @@ def train_prompts(
     from testtime import build_task, registry
     from testtime.encoding.encode import encode_images
     from testtime.files import check_place, locked
+    from testtime.files.outputs import refuse_existing
     from testtime.text import coop
     from testtime.types import ViewPlan
 
@@ -72,8 +88,8 @@ def train_prompts(
     chosen = coop.CoOpSettings(
         **{key: registry.read_setting(coop.CoOpSettings, key, value) for key, value in given.items()}  # type: ignore
     )
-    if output.exists() and not resume:
-        raise InputError(f"{output} already exists; resume it with --resume, or use another --out.")
+    if not resume:
+        refuse_existing({"--out": output}, force, ", --resume continues it")
     paths, labels, names = _training_images(images, split, root, classes, classes_file)
     picked, truth = coop.pick_images(labels, names, chosen)
     check_place(output)
@@ -83,7 +99,7 @@ def train_prompts(
     task = build_task(loaded, names, context=words)
     if chosen.init != "random" and "n_ctx" not in given and task.context is not None:
         chosen = replace(chosen, n_ctx=len(task.context.start))
-    if output.exists():  # fails before the images are encoded if it cannot be resumed
+    if resume and output.exists():  # fails before the images are encoded if it cannot be resumed
         coop.check_checkpoint(output, names, loaded.name, chosen)
     with on_interrupt(lambda: _stopped(output)), progress("images", len(picked)) as advance:
         features, kept = encode_images(

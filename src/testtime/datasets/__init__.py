@@ -12,6 +12,7 @@ from testtime.datasets import own, shards, tables
 from testtime.datasets.benchmarks import BENCHMARKS, DATASETS, Benchmark, benchmark, templates
 from testtime.datasets.dataset import UNNAMED, Dataset, labels_among, listed_images, subfolders
 from testtime.datasets.locate import Location, identify, locate, open_benchmark, read_benchmark
+from testtime.datasets.matching import unmatched
 from testtime.datasets.own import read_folders
 from testtime.datasets.splits import SPLIT, read_split
 from testtime.images import formats
@@ -102,15 +103,19 @@ def find_dataset(what: str, root: Path | None = None, *, labelled: bool = True, 
 def with_classes(
     data: Dataset, given: Sequence[str] | None, way_out: str
 ) -> tuple[tuple[str, ...], list[int | None], list[str]]:
-    """The classes to tell apart, each image's class where it is known, and the notes that matter.
+    """The classes to tell apart, each image's class where it is known, and notes, on names without a partner too.
 
     Classes are those given, or else the dataset's own; the error for one that has none ends with `way_out`.
     """
     if given is None and not data.classnames:
         raise InputError(f"{data.name} has no class names. {way_out}")
-    names = check_classes(data.classnames if given is None else given, allow_duplicates=given is None)
-    notes = [note for note in data.notes if given is None or not note.startswith(UNNAMED)]
-    return names, labels_among(data, names), notes
+    if given is None:
+        names = check_classes(data.classnames, allow_duplicates=True)
+        return names, labels_among(data, names), list(data.notes)
+    names = check_classes(given, allow_duplicates=tuple(given) == tuple(data.classnames))
+    labels = labels_among(data, names)
+    notes = [note for note in data.notes if not note.startswith(UNNAMED)]
+    return names, labels, notes + unmatched(data, names, labels)
 
 
 def _open_file(file: Path, part: str) -> Dataset:

