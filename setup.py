@@ -1,7 +1,7 @@
 """The README as a package index shows it; everything else is in pyproject.toml.
 
-An index cannot follow links to files of this repository, and the repository has no public address to lead to: such links
-become their text, and pictures are left out. Once there is an address, put it before the links here instead.
+An index cannot follow links to files of this repository, and the repository has no public address: such links become
+their text, and pictures are left out. Once there is an address, put it before the links here instead.
 """
 
 import re
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from setuptools import setup
 
-RELATIVE = r"\]\((?![a-z]+:|#)[^)\s]+\)"
+RELATIVE = r"\]\((?![a-z]+:)[^)\s]+\)"
 picture, link = rf"!\[[^\]]*{RELATIVE}\n*", rf"\[([^\]]*){RELATIVE}"
 readme = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
 setup(
