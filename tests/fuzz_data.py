@@ -167,7 +167,7 @@ def legacy(home: Path) -> Path:
     torch.save(Small().state_dict(), buffer, _use_new_zipfile_serialization=False)
     content = buffer.getvalue()
     # storages are named after where they lay in memory, which would make every run another
-    for place, key in enumerate(sorted(set(re.findall(rb"\d{12,16}", content)))):
+    for place, key in enumerate(sorted(set(re.findall(rb"\d{7,16}", content)))):
         content = content.replace(key, b"%0*d" % (len(key), place))
     (home / "w.pt").write_bytes(content)
     return home / "w.pt"

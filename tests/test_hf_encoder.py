@@ -234,6 +234,16 @@ NAMES = ["cat", "oak_tree", "very old sailing ship", "fox"]
 SENTENCES = [f"a photo of a {name.replace('_', ' ')}." for name in NAMES]
 
 
+def double_encoder(folder: Path) -> Any:
+    """An encoder whose text tower also works in double precision, as `moved` tokens need it to."""
+    import transformers
+
+    encoder = load_encoder(f"hf:{folder}")
+    if type(encoder.model).__name__ == "CLIPModel" and transformers.__version__ < "5":
+        pytest.skip("transformers 4 makes CLIP's causal mask in single precision only")
+    return encoder
+
+
 def moved(context: Any, sets: int) -> torch.Tensor:
     """Tokens that do not match any words: (sets, n, width)."""
     noise = torch.randn(sets, *context.start.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -259,7 +269,7 @@ def test_every_family_passes_every_check(family) -> None:
 
 @needs_transformers
 def test_prompts_in_batches_and_chunks_equal_single_ones(family) -> None:
-    encoder = load_encoder(f"hf:{family[1]}")
+    encoder = double_encoder(family[1])
     whole, chunked = build_context(encoder, NAMES), build_context(encoder, NAMES, chunk=3)
     tokens = moved(whole, 3)
     together = whole(tokens)
@@ -271,7 +281,7 @@ def test_prompts_in_batches_and_chunks_equal_single_ones(family) -> None:
 
 @needs_transformers
 def test_gradients_reach_the_tokens_and_nothing_else(family) -> None:
-    encoder = load_encoder(f"hf:{family[1]}")
+    encoder = double_encoder(family[1])
     before = {name: value.clone() for name, value in encoder.model.state_dict().items()}
     weights = torch.randn(len(NAMES), encoder.dim, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     grads = []
