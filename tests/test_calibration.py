@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import mean
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import testtime as tt
 from testtime.calibration import MEMORY, TEMPERATURES, Calibration
 from testtime.cli.demo import demo_stream, largest
 from testtime.metrics import ExpectedCalibrationError
+from testtime.report.gather import Runner
 from testtime.session.session import Session
 from testtime.types import log_of
 
@@ -27,12 +29,14 @@ def demo(request: pytest.FixtureRequest) -> tuple[tt.Task, torch.Tensor, torch.T
 
 def scores(task: tt.Task, views: torch.Tensor, labels: torch.Tensor, method: str) -> tuple[float, float, float]:
     """Calibration error of both confidences in points, and the mean of the calibrated one."""
-    session = Session(task, method)
-    logits = session.scan(views)
-    right = logits.argmax(1) == labels
-    raw, calibrated = session.method.probabilities(logits).amax(1), session.calibrated
-    errors = [100 * ExpectedCalibrationError().update_answers(found, right).compute() for found in (raw, calibrated)]
-    return *errors, float(calibrated.mean())
+    runner = Runner(method, Session(task, method))
+    runner.advance(views, labels)
+    right = torch.tensor(runner.predictions) == labels
+    errors = [
+        100 * ExpectedCalibrationError().update_answers(torch.tensor(found), right).compute()
+        for found in (runner.confidences, runner.calibrated)
+    ]
+    return *errors, mean(runner.calibrated)
 
 
 @pytest.mark.parametrize("method", ["tda", "dpe"])
@@ -80,22 +84,20 @@ def test_any_stream_gives_probabilities_and_the_mean_of_zero_shot(rows: list[lis
 
 def test_where_a_stream_is_cut_does_not_matter() -> None:
     task, stream, _ = tt.toy()
-    whole = Session(task, "dpe")
-    whole.scan(stream)
-    parts, found = Session(task, "dpe"), []
+    whole, parts = (Runner("dpe", Session(task, "dpe")) for _ in range(2))
+    whole.advance(stream, None)
     for chunk in stream.split([1, 50, stream.shape[0] - 51]):
-        parts.scan(chunk)
-        found.append(parts.calibrated)
-    assert torch.allclose(torch.cat(found), whole.calibrated, rtol=0, atol=1e-6)
+        parts.advance(chunk, None)
+    assert parts.calibrated == pytest.approx(whole.calibrated, abs=1e-6)
     steps = Session(task, "dpe")
-    answers = [steps.step(views).calibrated for views in stream]
-    assert torch.allclose(torch.tensor(answers, dtype=torch.float64), whole.calibrated, rtol=0, atol=1e-5)
+    assert [steps.step(views).calibrated for views in stream] == pytest.approx(whole.calibrated, abs=1e-5)
 
 
 def test_predict_leaves_it_as_it_was_and_a_fork_has_its_own() -> None:
     task, stream, _ = tt.toy()
     session = Session(task, "dpe")
-    session.scan(stream[:20])
+    for views in stream[:20]:
+        session.step(views)
     before = session.calibration.sums.clone()
     looked = session.predict(stream[20]).calibrated
     assert torch.equal(session.calibration.sums, before)

@@ -64,7 +64,7 @@ def test_a_gpu_of_nvidia_comes_first(monkeypatch) -> None:
 @pytest.mark.parametrize("command", ["run", "encode", "eval", "replay", "train-prompts"])
 def test_a_device_that_is_not_here_is_a_mistake_not_a_bug(cli, photos, tmp_path, monkeypatch, command, device) -> None:
     machine(monkeypatch, 0, False)
-    place = tmp_path / "out.safetensors"
+    place = tmp_path / ("out.csv" if command == "run" else "out.safetensors")
     task, stream, _ = tt.toy()
     features = tt.save_features(tmp_path / "f.safetensors", stream, task.text)
     words = [features] if command == "replay" else [photos, "-e", "tiny"]

@@ -391,6 +391,6 @@ def test_commands_write_the_same_bytes_in_every_process(tmp_path) -> None:
         )
         files = sorted(path for path in home.rglob("*") if path.is_file())
         written.append({str(path.relative_to(home)): path.read_bytes() for path in files})
-    assert len(written[0]) == 7 and written[0] == written[1] == written[2]
+    assert len(written[0]) == 8 and written[0] == written[1] == written[2]
     for name in ("f.safetensors", "s.safetensors", "p.safetensors"):
         assert load_file(tmp_path / "1" / name)

@@ -17,16 +17,17 @@ import torch
 from torch import Tensor
 
 from testtime import registry
+from testtime.calibration import Calibration
 from testtime.encoding.store import Features
 from testtime.metrics import Accuracy, Brier, accuracy
-from testtime.ops import unit_views
+from testtime.ops import unit, unit_views
 from testtime.report import changed_answers, thumbnails, unlabelled
 from testtime.report.data import Answers, Curve, Grid, QueueMap, Series, StreamReport, UnlabelledReport
 from testtime.report.formatting import count
 from testtime.report.queues import Moment, bank_of, need_tsne, queue_map
 from testtime.session.session import Session
 from testtime.steppers import sweep as sweeps
-from testtime.types import InputError, Method, StoredImage, Task
+from testtime.types import InputError, Method, StoredImage, Task, log_of
 
 CHUNK = 128  # images read and run at a time
 BASELINE = "zeroshot"
@@ -44,6 +45,7 @@ class Runner:
     predictions: list[int] = field(default_factory=list)
     confidences: list[float] = field(default_factory=list)
     calibrated: list[float] = field(default_factory=list)
+    calibration: Calibration = field(default_factory=Calibration)
     seconds: float = 0.0  # spent in the method
     accuracy: Accuracy = field(default_factory=Accuracy)
     brier: Brier | None = field(default_factory=Brier)  # None if not requested, or not computable
@@ -60,7 +62,8 @@ class Runner:
         probabilities = self.session.method.probabilities(logits).cpu()
         self.predictions += answers.tolist()
         self.confidences += probabilities.gather(1, answers[:, None])[:, 0].clamp(0, 1).tolist()
-        self.calibrated += self.session.calibrated.tolist()
+        frozen = self.session.task.zero_shot(unit(chunk[:, 0])).softmax(1).amax(1)
+        self.calibrated += self.calibration.update(log_of(probabilities), frozen.cpu()).tolist()
         if labels is not None:
             self.accuracy.update(answers, labels)
         if labels is not None and self.brier is not None:

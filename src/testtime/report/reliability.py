@@ -68,7 +68,7 @@ def figure(report: StreamReport, slots: Mapping[str, int]) -> str:
         rows.append(
             [
                 Cell(f'<span class="name {style}">{safe(answers.name)}</span>'),
-                f"{confidences.mean():.1%}",
+                Cell(f"{confidences.mean():.1%}", WIDE),
                 Cell(f"{accuracy(predictions, labels):.1%}", WIDE),
                 f"{100 * error:.1f}",
                 *([_error(calibrated, predictions == labels)] if with_calibrated else []),
@@ -87,8 +87,8 @@ def figure(report: StreamReport, slots: Mapping[str, int]) -> str:
             if b.images
         ]
     brier_head = ["Brier"] if with_brier else []
-    # a phone has no space for all columns, and accuracies are shown elsewhere too
-    head = ["Method", "Mean confidence", Cell("Accuracy", WIDE), "ECE, points"]
+    # a phone has no space for all columns, and these two are shown elsewhere too
+    head = ["Method", Cell("Mean confidence", WIDE), Cell("Accuracy", WIDE), "ECE, points"]
     head += ["ECE, calibrated"] * with_calibrated + brier_head + ["Macro-F1"]
     return (
         "<h3>Calibration</h3>"

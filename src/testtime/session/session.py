@@ -33,7 +33,6 @@ from testtime.types import (
     Variations,
     ViewPlan,
     check_finite,
-    log_of,
 )
 
 if TYPE_CHECKING:
@@ -134,7 +133,7 @@ class Session:
         with self._lock:
             self.state = initial_state(self.method, self.task)
             self._infinite = saved_state.infinite_parts(self._state)
-            self.calibration, self.calibrated = Calibration(), torch.empty(0)
+            self.calibration = Calibration()
             self.count = self.position = 0
 
     @property
@@ -186,18 +185,14 @@ class Session:
     def scan(self, stream: Tensor) -> Tensor:
         """Logits (N, C) of a chunk of features (N, V, D), learning along the way; all or nothing.
 
-        `calibrated` are its calibrated confidences (N,) until the next chunk.
+        It gives no confidences, and leaves the calibration as it is.
         """
         with self._lock, deferred_interrupts():  # a stepper works in place
             views = unit_views(stream, self.task.text, self.position)
             with torch.inference_mode():
                 logits = self._steps().scan(views)[0]
-                probabilities = self.method.probabilities(logits)
-                frozen = self.task.zero_shot(views[:, 0]).softmax(-1).amax(-1)
             with self._marking_unusable():
                 check_finite(self.method, logits, self.position)
-                check_finite(self.method, probabilities, self.position)
-            self.calibrated = self.calibration.update(log_of(probabilities), frozen)
             self.count += len(stream)
             self.position += len(stream)
         return logits.clone()  # out of inference mode: an ordinary tensor
