@@ -365,6 +365,14 @@ def test_views_are_made_on_the_device_of_an_encoder_that_offers_its_tower() -> N
     towered = members | {"image_tower": TINY.image_tower}
     assert streams.on_device(SimpleNamespace(**towered, device=cuda))
     assert not streams.on_device(SimpleNamespace(**members, device=cuda))
+
+    class Passing:
+        """Passes everything on to another encoder; from Python 3.12 on, isinstance does not see what it offers."""
+
+        def __getattr__(self, name: str) -> object:
+            return (towered | {"device": cuda})[name]
+
+    assert streams.on_device(Passing())
     assert not streams.on_device(SimpleNamespace(**towered, device=torch.device("cpu")))
 
 

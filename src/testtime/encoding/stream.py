@@ -133,7 +133,8 @@ def readable(entries: Iterable[Encoded], on_skip: Callable[[str], None] | None) 
 def on_device(encoder: Encoder) -> TypeGuard[DeviceEncoder]:
     """Whether views are made and encoded on the encoder's device: a GPU, for an encoder that offers its tower."""
     # not isinstance: from Python 3.12 on it misses what an encoder passes on from another with __getattr__
-    return encoder.device.type == "cuda" and hasattr(encoder, "image_tower") and hasattr(encoder, "dtype")
+    offered = hasattr(encoder, "image_tower") and hasattr(encoder, "dtype")
+    return offered and encoder.device.type == "cuda"
 
 
 def _is_features(source: Any) -> bool:
