@@ -140,7 +140,7 @@ def _watch(title: str, stream: Stream, console: Console) -> list[Runner]:
             if console.is_terminal:
                 live.update(_table(heading, runners, labels), refresh=True)
         live.update(_table(heading, runners, labels), refresh=True)
-    console.print()
+    console.print("" if console.is_terminal else "\n")  # in a pipe, the table ends without a line break
     return runners
 
 
