@@ -21,8 +21,10 @@ from PIL import Image
 from small_data import make_folders
 
 import testtime as tt
+from testtime.datasets import Dataset, labels_among
+from testtime.datasets.matching import unmatched
 from testtime.doctor import Finding, doctor, images, machine, model
-from testtime.doctor.classes import check_synonyms, unmatched
+from testtime.doctor.classes import check_folders, check_synonyms
 from testtime.types import Task
 
 FEATURES = Path(tt.__file__).parent / "data" / "caltech101.safetensors"
@@ -446,7 +448,10 @@ def test_the_sample_is_spread_over_the_classes_and_depends_on_the_seed_alone() -
 
 
 def test_names_are_compared_as_labels_are() -> None:
-    assert unmatched(["Maine_Coon", "beagel"], ["maine coon", "beagle"]).nearest == {"beagel": "beagle"}
+    pets = Dataset("pets", [Path("Maine_Coon/1.jpg"), Path("beagel/2.jpg")], [0, 1], ["Maine_Coon", "beagel"])
+    names = ["maine coon", "beagle"]
+    (finding,) = check_folders(unmatched(pets, names, labels_among(pets, names)), names)
+    assert "'beagel' (class 'beagle'?)" in finding.seen and "Maine" not in finding.seen
 
 
 def test_agreement_does_not_depend_on_the_order_of_the_classes(stream) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from small_data import make_folders
 
 from testtime.datasets import Dataset, labels_among
-from testtime.datasets.matching import MOST, unmatched
+from testtime.datasets.matching import MOST, describe
 
 
 def of_folders(sizes: dict[str, int], top: str = "photos") -> Dataset:
@@ -19,7 +19,7 @@ def of_folders(sizes: dict[str, int], top: str = "photos") -> Dataset:
 
 
 def lines(data: Dataset, *classes: str) -> list[str]:
-    return unmatched(data, classes, labels_among(data, classes))
+    return describe(data, classes, labels_among(data, classes))
 
 
 def test_nothing_is_said_where_all_match() -> None:

@@ -12,7 +12,7 @@ from testtime.datasets import own, shards, tables
 from testtime.datasets.benchmarks import BENCHMARKS, DATASETS, Benchmark, benchmark, templates
 from testtime.datasets.dataset import UNNAMED, Dataset, labels_among, listed_images, subfolders
 from testtime.datasets.locate import Location, identify, locate, open_benchmark, read_benchmark
-from testtime.datasets.matching import unmatched
+from testtime.datasets.matching import describe
 from testtime.datasets.own import read_folders
 from testtime.datasets.splits import SPLIT, read_split
 from testtime.images import formats
@@ -115,7 +115,7 @@ def with_classes(
     names = check_classes(given, allow_duplicates=tuple(given) == tuple(data.classnames))
     labels = labels_among(data, names)
     notes = [note for note in data.notes if not note.startswith(UNNAMED)]
-    return names, labels, notes + unmatched(data, names, labels)
+    return names, labels, notes + describe(data, names, labels)
 
 
 def _open_file(file: Path, part: str) -> Dataset:

@@ -6,10 +6,10 @@ import re
 from collections.abc import Sequence
 from difflib import get_close_matches
 from itertools import combinations
-from typing import NamedTuple
 
 from torch import Tensor
 
+from testtime.datasets.matching import Unmatched
 from testtime.doctor.finding import Finding, fine, some
 from testtime.registry import folded_name
 from testtime.text.templates import PROMPTS
@@ -29,31 +29,12 @@ PLACEHOLDER = re.compile(r"%s|\{[^{}]+\}|\[[^\[\]]+\]|<[^<>]+>|\bCLASS(NAME)?\b"
 DEFAULT = "a photo of a {}."
 
 
-class Unmatched(NamedTuple):
-    """Folders that no class is named after, classes without a folder, and for each folder the closest such class."""
-
-    folders: list[str]
-    classes: list[str]
-    nearest: dict[str, str]
-
-
-def unmatched(folders: Sequence[str], classes: Sequence[str]) -> Unmatched:
-    """What has no partner, compared as labels are: without case, `_` read as a space.
-
-    >>> unmatched(["Cats", "red_fox", "misc"], ["cat", "red fox", "dog"])
-    Unmatched(folders=['Cats', 'misc'], classes=['cat', 'dog'], nearest={'Cats': 'cat'})
-    """
-    folded, named = {folded_name(name) for name in folders}, {folded_name(name) for name in classes}
-    without = [name for name in classes if folded_name(name) not in folded]
-    lost = [name for name in folders if folded_name(name) not in named]
+def check_folders(found: Unmatched, classes: Sequence[str]) -> list[Finding]:
+    """Folders and classes without a partner."""
+    folders, lost, without = found.sizes, found.groups, found.classes
     by_name = {folded_name(name): name for name in without}
     close = {name: get_close_matches(folded_name(name), by_name, n=1, cutoff=CLOSE) for name in lost}
-    return Unmatched(lost, without, {name: by_name[found[0]] for name, found in close.items() if found})
-
-
-def check_folders(folders: Sequence[str], classes: Sequence[str]) -> list[Finding]:
-    """Folders and classes without a partner."""
-    lost, without, nearest = unmatched(folders, classes)
+    nearest = {name: by_name[names[0]] for name, names in close.items() if names}
     if not lost:
         if not without:
             return [fine("folders", f"each of {len(classes):,} classes has its folder")]
@@ -70,7 +51,7 @@ def check_folders(folders: Sequence[str], classes: Sequence[str]) -> list[Findin
     others = [name for name in lost if name not in nearest]
     listed = "; ".join(filter(None, [pairs, some(others)]))
     rest = [name for name in without if name not in nearest.values()]
-    if all_lost := len(lost) == len(folders):
+    if found.alone:
         seen = f"None of {len(folders):,} folders is named after a class: {listed}."
     else:
         seen = (
@@ -79,7 +60,7 @@ def check_folders(folders: Sequence[str], classes: Sequence[str]) -> list[Findin
     return [
         Finding(
             "folders",
-            "problem" if nearest or all_lost else "warning",
+            "problem" if nearest or found.alone else "warning",
             seen + (f" Classes without a folder: {some(rest)}." if rest else ""),
             "Their images get an answer, but cannot be scored.",
             "Write classes and folders alike, or leave out --classes: the folders then name them.",

@@ -98,7 +98,7 @@ def _judge_images(
     else:
         names = check_classes(given or data.classnames, allow_duplicates=given is None)
     labels = labels_among(data, names) if names else [None] * len(data)
-    partners = _partners(data, given, names)
+    partners = _partners(data, given, names, labels)
     found = [*_notes(data, given), *partners]
     wrong, templates = classes.check_templates(templates)
     found += [*wrong, *classes.check_names(names, " ".join(templates or ()))]
@@ -152,24 +152,22 @@ def _note(line: str) -> Finding:
     if line.startswith("left out"):
         return Finding("left-out", "warning", seen, "They get no answer.", "Install or convert what matters.")
     why, fix = "The stream is not quite what its name says.", "Complete or correct the dataset if that is not meant."
-    return Finding(
-        "dataset", "note" if line.startswith(("the images are from", "frames")) else "warning", seen, why, fix
-    )
+    meant = line.startswith("the images are from") or (" frame" in line and " video" in line)
+    return Finding("dataset", "note" if meant else "warning", seen, why, fix)
 
 
-def _partners(data: Dataset, given: Sequence[str] | None, names: Sequence[str]) -> list[Finding]:
+def _partners(
+    data: Dataset, given: Sequence[str] | None, names: Sequence[str], labels: Sequence[int | None]
+) -> list[Finding]:
     """Folders and classes without a partner, where classes are given and folders name others."""
-    from testtime.datasets.dataset import labels_among
+    from testtime.datasets.matching import unmatched
     from testtime.doctor.classes import check_folders
 
-    if given is None:
-        return []
     numbered = list(data.classnames) == [str(number) for number in range(len(data.classnames))]
-    if data.labels is not None and data.classnames and not numbered:
-        return check_folders(data.classnames, names)
-    if any(label is not None for label in labels_among(data, names)) and not numbered:
-        return check_folders(sorted({Path(str(path)).parent.name for path in data.paths}), names)
-    return []
+    labelled = (data.labels is not None and data.classnames) or any(label is not None for label in labels)
+    if given is None or numbered or not labelled:
+        return []
+    return check_folders(unmatched(data, names, labels), names)
 
 
 def _look(
