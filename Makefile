@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+DEVELOPMENT := .[offline,report,dev]
 
 .PHONY: demo test docs dist setup clean
 
@@ -38,7 +39,7 @@ $(VENV)/.ready: pyproject.toml
 
 # For development, on top: what the tests, the checks and the documentation need.
 $(VENV)/.dev: $(VENV)/.ready
-	$(call install,.[offline,report,dev])
+	$(call install,$(DEVELOPMENT))
 	touch $@
 
 clean:
