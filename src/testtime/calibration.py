@@ -1,8 +1,8 @@
 """Calibrated confidence: as sure, on average, as the frozen classifier.
 
 Adapted answers are right a little more often than the frozen ones, but far more sure. `Calibration` softens them by a
-temperature that keeps their mean confidence at the frozen classifier's. It uses no labels, changes no answer, and
-is no better calibrated than the frozen classifier is.
+temperature that keeps their mean confidence at the frozen classifier's. It uses no labels and
+changes no answer. Where the frozen classifier is far too sure, so are these.
 
 >>> from testtime.synthetic import toy
 >>> task, stream, labels = toy()
@@ -39,8 +39,10 @@ class Calibration:
         return Calibration(self.sums)
 
     def update(self, log_probabilities: Tensor, frozen: Tensor) -> Tensor:
-        """The calibrated confidence (N,) of each answer, given its log-probabilities (N, C), all finite, and the frozen
-        classifier's confidence (N,)."""
+        """The calibrated confidence (N,) of each answer.
+
+        `log_probabilities` (N, C) are the method's, all finite; `frozen` (N,) is the frozen classifier's confidence.
+        """
         with torch.inference_mode():
             powers = ((log_probabilities - log_probabilities.amax(-1, keepdim=True)) / TEMPERATURES[0]).exp()
             columns = [frozen.reciprocal()]
