@@ -61,6 +61,11 @@ def sync_folder(path: Path) -> None:
         os.close(folder)
 
 
+def is_stream(path: Path) -> bool:
+    """Whether a path is a pipe or a device, which can be written to but not replaced."""
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
 def check_place(path: Path | None) -> None:
     """Refuse an output file that cannot be written, before the work starts; None is fine."""
     if path is None:

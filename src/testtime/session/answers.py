@@ -25,7 +25,7 @@ def style_of(output: Path | None, style: str | None) -> str:
     """The form in which rows are written: by the ending of a file; to standard output or a pipe, `style` or CSV."""
     if style is not None and style not in STREAMS:
         raise InputError(f"Unknown --format '{style}'. Available: {', '.join(STREAMS)}.")
-    if output is None or (output.exists() and not output.is_file() and not output.is_dir()):
+    if output is None or files.is_stream(output):
         return style or "csv"
     if style is not None:
         raise InputError(f"--format is for standard output; the ending of --out {output} says its form. Leave it out.")

@@ -49,7 +49,7 @@ def check_logs(specs: Iterable[str] | None) -> dict[str, Path]:
             places[option] = path
             if kind == "tensorboard":
                 files.check_folder(path)
-            elif not _special(path):
+            elif not files.is_stream(path):
                 files.check_place(path)
     return places
 
@@ -244,17 +244,12 @@ class _Writer(Protocol):
     def close(self, failed: bool) -> None: ...
 
 
-def _special(path: Path) -> bool:
-    """Whether a path is a pipe or a device."""
-    return path.exists() and not path.is_file() and not path.is_dir()
-
-
 class _JsonLines:
     """A line of JSON about the run, then one for each point."""
 
     def __init__(self, path: Path, about: dict[str, Any], position: int) -> None:
         with ExitStack() as stack:
-            if not _special(path):
+            if not files.is_stream(path):
                 stack.enter_context(files.locked(path))
             try:
                 if position and path.is_file():
