@@ -153,8 +153,11 @@ def test_crafted_features_fool_the_frozen_classifier_just_so(kind: str) -> None:
     assert torch.equal(crafted, stream.rows >= 1500) and bool((stream.labels[crafted] == stream.attacked).all())
     sure, answers = TASK.zero_shot(stream.features[stream.rows[crafted]]).softmax(-1).max(-1)
     assert not (answers == stream.attacked).any()
-    assert torch.allclose(sure, torch.full_like(sure, scenarios.SURE), atol=0.01)
-    if kind == "attacker 5%":
+    if kind != "attacker 5%":
+        assert bool((answers == stream.target).all())
+        assert torch.allclose(sure, torch.full_like(sure, scenarios.SURE), atol=1e-4)
+    else:
+        assert len(answers.unique()) == 4 and float(sure.min()) < 0.91 and float(sure.max()) > 0.99999
         assert stream.turns is not None and torch.equal(stream.turns, crafted)
         assert stream.candidates is not None and len(stream.candidates) == scenarios.CANDIDATES
         assert torch.isin(stream.rows[stream.turns], stream.candidates).all()

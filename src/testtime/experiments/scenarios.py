@@ -24,7 +24,8 @@ from testtime.types import Task
 
 FOREIGN = -1  # the label of an image of none of the classes
 COPIES = 1000  # of the duplicated image
-SURE = 0.9  # what the frozen classifier gives a crafted feature for the wrong class
+SURE = 0.999  # what the frozen classifier gives a crafted feature for the wrong class: queues keep what is sure
+LEVELS = (0.9, 0.99, 0.999, 0.999999)  # likewise, of those that an attacker chooses from
 LEAST = 5  # images of a class that is attacked, of which the frozen classifier gets half right
 CANDIDATES = 64  # crafted features that an attacker chooses from
 NOISE = 1.0  # length of the noise at the end of a stream that decays; a feature has length 1
@@ -48,7 +49,8 @@ class Stream(NamedTuple):
     labels: Tensor  # (n,) numbers of its task's classes; FOREIGN: none of them
     scored: Tensor  # (n,) bool: not those that were crafted, nor copies
     classes: Tensor  # (K,) which classes its task has, all unless some are held out
-    attacked: int = -1  # the class whose images an attacker wants to be mistaken
+    attacked: int = -1  # the class whose images an attacker wants to be mistaken,
+    target: int = -1  # and the nearest class that they are to be mistaken for
     turns: Tensor | None = None  # (n,) bool: where an attacker who sees the state chooses what comes
     candidates: Tensor | None = None  # (k,) rows of `features` that it chooses from
 
@@ -189,8 +191,8 @@ def poisoned(images: Images, generator: Generator, *, share: float, chosen: bool
     """Shuffled, and a share of the stream is crafted by an attacker so that one class is mistaken for another.
 
     Crafted features are mixtures of two images of the attacked class, moved along the sphere towards the prototype of
-    another class until the frozen classifier takes them for it. That class is the nearest one by its text; for an
-    attacker who sees the state, whose features are `chosen` at its turns, it is one of the nearest four.
+    another class until the frozen classifier is `SURE` that they are of it. That class is the nearest one by its text.
+    An attacker who sees the state has some for each of the nearest four, at several `LEVELS`, to be `chosen` from.
     """
     task, features = images.task, images.features
     right = task.zero_shot(features).argmax(-1) == images.labels
@@ -200,26 +202,28 @@ def poisoned(images: Images, generator: Generator, *, share: float, chosen: bool
         return f"needs a class of {LEAST} images or more of which the frozen classifier gets half right"
     attacked = int(_shuffle(fit.nonzero()[:, 0], generator)[0])
     near = (task.text @ task.text[attacked]).argsort(descending=True, stable=True)
-    near = near[near != attacked][: 4 if chosen else 1]
+    near, levels = near[near != attacked][: 4 if chosen else 1], features.new_tensor(LEVELS if chosen else [SURE])
     own = features[images.labels == attacked]
     turns = max(1, round(share / (1 - share) * len(features)))
     count = CANDIDATES if chosen else turns
     first, second = torch.randint(len(own), (2, count), generator=generator)
     weight = 0.5 * torch.rand(count, 1, generator=generator, dtype=features.dtype)
     mixtures = unit((1 - weight) * own[first] + weight * own[second])
-    crafted = moved(mixtures, task, near[torch.arange(count) % len(near)])
-    numbers = len(features) + torch.arange(count)
+    number = torch.arange(count)
+    crafted = moved(mixtures, task, near[number % len(near)], levels[number // len(near) % len(levels)])
+    numbers = len(features) + number
     order = _shuffle(torch.cat([torch.arange(len(features)), numbers[torch.arange(turns) % count]]), generator)
     added = order >= len(features)
     labels = torch.cat([images.labels, torch.full((count,), attacked)])
-    stream = Stream(torch.cat([features, crafted]), order, labels[order], ~added, torch.arange(task.classes), attacked)
+    classes, pair = torch.arange(task.classes), (attacked, int(near[0]))
+    stream = Stream(torch.cat([features, crafted]), order, labels[order], ~added, classes, *pair)
     return stream._replace(turns=added, candidates=numbers) if chosen else stream
 
 
-def moved(features: Tensor, task: Task, targets: Tensor) -> Tensor:
+def moved(features: Tensor, task: Task, targets: Tensor, sure: Tensor) -> Tensor:
     """Features (n, D) moved along great circles to the prototypes of `targets` (n,), as far as it takes.
 
-    That is where the frozen classifier gives the target `SURE`, or else the prototype itself.
+    That is where the frozen classifier is as `sure` (n,) of the target, or else the prototype itself.
     """
     ends = task.text[targets].to(features)
     angles = (features * ends).sum(-1, keepdim=True).clamp(-1, 1).acos().clamp_min(1e-6)
@@ -231,7 +235,8 @@ def moved(features: Tensor, task: Task, targets: Tensor) -> Tensor:
     for _ in range(24):  # bisection
         middle = (low + high) / 2
         confidence = task.zero_shot(at(middle)).softmax(-1).gather(1, targets[:, None])
-        low, high = torch.where(confidence < SURE, middle, low), torch.where(confidence < SURE, high, middle)
+        short = confidence < sure[:, None]
+        low, high = torch.where(short, middle, low), torch.where(short, high, middle)
     return at(high)
 
 
