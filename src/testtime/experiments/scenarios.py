@@ -22,6 +22,7 @@ from torch import Generator, Tensor
 from testtime.ops import unit
 from testtime.types import Task
 
+RECIPE = 1  # of the streams below; another number if a stream of the same kind and seed becomes another
 FOREIGN = -1  # the label of an image of none of the classes
 COPIES = 1000  # of the duplicated image
 SURE = 0.999  # what the frozen classifier gives a crafted feature for the wrong class: queues keep what is sure
