@@ -213,3 +213,59 @@ def test_bins_count_their_images_and_what_is_right():
 def test_wrong_input_is_named(call, words):
     with pytest.raises(InputError, match=words):
         call()
+
+
+def test_the_worst_window_is_the_lowest_mean_of_any(answers):
+    _, predictions, labels = answers
+    right = predictions == labels
+    for window in (1, 7, 83, 500):
+        width = min(window, 83)
+        means = [sum(right[start : start + width].tolist()) / width for start in range(84 - width)]
+        assert metrics.worst_window(right, window) == pytest.approx(min(means), abs=1e-15)
+    assert metrics.worst_window(torch.tensor([0.0, 1.0, -1.0, -1.0]), 2) == -1
+    with pytest.raises(InputError, match="window=0"):
+        metrics.worst_window(right, 0)
+
+
+@pytest.mark.parametrize(("count", "kept"), [(1, 1), (9, 1), (10, 1), (20, 2), (21, 3), (30, 3)])
+def test_the_tail_is_the_worst_tenth_rounded_up(count, kept):
+    values = [float((7 * number) % 31) for number in range(count)]
+    assert metrics.tail_mean(values) == pytest.approx(sum(sorted(values)[:kept]) / kept)
+
+
+@pytest.fixture(params=[(40, 60, 1000), (300, 200, 12), (1, 1, 3), (20, 500, 2)])
+def ranked(request):
+    """Scores (N,), of which some are equal, and which images are known."""
+    inside, outside, levels = request.param
+    noise = torch.Generator().manual_seed(sum(request.param))
+    known = torch.arange(inside + outside) < inside
+    scores = torch.rand(inside + outside, generator=noise) + 0.3 * known
+    return (scores * levels).round() / levels, known
+
+
+def test_ranking_scores_agree_with_scikit_learn(ranked):
+    reference = pytest.importorskip("sklearn.metrics")
+    scores, known = ranked
+    assert metrics.auroc(scores, known) == pytest.approx(reference.roc_auc_score(known, scores), abs=1e-12)
+    passing, recall, _ = reference.roc_curve(known, scores, drop_intermediate=False)
+    for wanted in (0.5, 0.95, 1.0):
+        expected = next(float(p) for p, r in zip(passing, recall, strict=True) if r >= wanted - 1e-9)
+        assert metrics.false_positive_rate(scores, known, wanted) == pytest.approx(expected, abs=1e-12)
+
+
+def test_ranking_scores_depend_on_the_order_of_scores_alone(ranked):
+    scores, known = ranked
+    mixed = torch.randperm(len(scores), generator=torch.Generator().manual_seed(0))
+    for score in (metrics.auroc, metrics.false_positive_rate):
+        assert score(scores, known) == score(scores[mixed].exp(), known[mixed])
+    assert metrics.auroc(torch.zeros(len(scores)), known) == 0.5
+
+
+def test_ranking_scores_need_both_kinds_of_images():
+    for score in (metrics.auroc, metrics.false_positive_rate):
+        with pytest.raises(InputError, match="2 known and 0 unknown"):
+            score(torch.tensor([0.1, 0.2]), torch.tensor([True, True]))
+        with pytest.raises(InputError, match="NaN"):
+            score(torch.tensor([0.1, math.nan]), torch.tensor([True, False]))
+        with pytest.raises(InputError, match="of bool"):
+            score(torch.tensor([0.1, 0.2]), torch.tensor([1, 0]))

@@ -5,7 +5,9 @@ one, (N, C). Everything is counted in float64, so a result does not depend on th
 
 Each score is a function of the whole stream, and a class of the same name: its `update` takes the same arguments for a
 chunk and returns the score itself, its `compute` gives the value so far. Both give the same value bit for bit, wherever
-the stream is split. A score's memory does not grow with the stream, except for the curve of `RunningAccuracy`.
+the stream is split. A score's memory does not grow with the stream, except for the curve of `RunningAccuracy`. Scores
+that compare images with one another (`worst_window`, `auroc`, `false_positive_rate`) are functions alone, and so is
+`tail_mean`, which summarises several streams.
 
 >>> scores = Scores(classes=2)
 >>> for chunk, labels in (([[0.75, 0.25]], [0]), ([[0.5, 0.5], [0.25, 0.75]], [1, 1])):
@@ -16,6 +18,8 @@ the stream is split. A score's memory does not grow with the stream, except for 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Self
 
 import torch
@@ -213,6 +217,58 @@ def brier(probabilities: Tensor, labels: Tensor) -> float:
     return Brier().update(probabilities, labels).compute()
 
 
+def worst_window(values: Tensor, window: int) -> float:
+    """The lowest mean of any `window` consecutive values, or of all if there are fewer: (N,) -> float.
+
+    Of correct answers (bool) it is the lowest accuracy; of differences between two methods' answers, the largest loss.
+
+    >>> worst_window(torch.tensor([1, 0, 0, 1]), window=3)
+    0.3333333333333333
+    """
+    if window < 1:
+        raise InputError(f"window={window}: must be 1 or more.")
+    window = min(window, _check_not_empty(len(values)))
+    sums = torch.cat([torch.zeros(1, dtype=torch.float64), values.double().cpu().cumsum(0)])
+    return float((sums[window:] - sums[:-window]).min()) / window
+
+
+def tail_mean(values: Sequence[float], share: float = 0.1) -> float:
+    """The mean of the worst (lowest) share of the values, of one at least: what to expect of bad luck.
+
+    >>> tail_mean([0.9, 0.5, 0.8, 0.7, 0.6], share=0.4)
+    0.55
+    """
+    _check_not_empty(len(values))
+    worst = sorted(values)[: max(1, math.ceil(share * len(values) - 1e-9))]
+    return math.fsum(worst) / len(worst)
+
+
+def auroc(scores: Tensor, known: Tensor) -> float:
+    """How often an image that is `known` (N,) bool scores higher than one that is not, 0 to 1; a tie counts half.
+
+    This is the area under the ROC curve: (N,), (N,) -> float.
+
+    >>> auroc(torch.tensor([0.9, 0.4, 0.4, 0.1]), torch.tensor([True, True, False, False]))
+    0.875
+    """
+    inside, outside = _both_kinds(scores, known)
+    lower, not_higher = (torch.searchsorted(outside, inside, right=right).sum() for right in (False, True))
+    return int(lower + not_higher) / (2 * len(inside) * len(outside))
+
+
+def false_positive_rate(scores: Tensor, known: Tensor, recall: float = 0.95) -> float:
+    """Share of unknown images that pass where the threshold lets that share of the known ones (N,) pass, 0 to 1.
+
+    It is called FPR95 at a recall (true positive rate) of 0.95. A score at the threshold passes.
+
+    >>> false_positive_rate(torch.tensor([0.9, 0.4, 0.5, 0.1]), torch.tensor([True, True, False, False]))
+    0.5
+    """
+    inside, outside = _both_kinds(scores, known)
+    threshold = inside[len(inside) - math.ceil(recall * len(inside) - 1e-9)]
+    return int((outside >= threshold).sum()) / len(outside)
+
+
 class Latency:
     """Time per image; `seconds` is the total."""
 
@@ -277,6 +333,21 @@ def _check_predictions(predictions: Tensor, labels: Tensor) -> None:
             f"Predictions {tuple(predictions.shape)} and labels {tuple(labels.shape)} must both be (N,), "
             "one class index per image."
         )
+
+
+def _both_kinds(scores: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
+    """The scores of the known and of the unknown images, each in ascending order, in float64."""
+    if scores.shape != known.shape or scores.ndim != 1 or known.dtype != torch.bool:
+        raise InputError(
+            f"Scores {tuple(scores.shape)} and known {tuple(known.shape)} must both be (N,), the second of bool."
+        )
+    scores, known = scores.double().cpu(), known.cpu()
+    if scores.isnan().any():
+        raise InputError("A score is NaN; they must be comparable.")
+    inside, outside = scores[known].sort().values, scores[~known].sort().values
+    if not len(inside) or not len(outside):
+        raise InputError(f"{len(inside)} known and {len(outside)} unknown images: at least one of each is needed.")
+    return inside, outside
 
 
 def _check_not_empty(images: int) -> int:

@@ -174,7 +174,9 @@ def bench(
     data: Annotated[
         Path | None,
         typer.Argument(
-            metavar="DATA", help="A dataset's folder; for tables of benchmarks, the folder that holds them."
+            metavar="DATA",
+            help="A dataset's folder; for tables of benchmarks, the folder that holds them; for streams also a folder "
+            "of domains, or a feature file.",
         ),
     ] = None,
     encoder: Annotated[
@@ -199,6 +201,9 @@ def bench(
     ] = None,
     after: Annotated[
         str | None, typer.Option("--after", metavar="N,N,...", help="tsne: comma-separated numbers of images.")
+    ] = None,
+    foreign: Annotated[
+        Path | None, typer.Option("--foreign", help="streams: a feature file of images of none of the classes.")
     ] = None,
     limit: Limit = None,
     device: Device = "auto",
@@ -228,6 +233,9 @@ def bench(
 
     experiment = find_experiment(name)
     experiment = experiment._replace(rows=tuple(selected(experiment, rows)))  # errors come before the encoder is loaded
+    if experiment.measure == "streams":
+        _check_streams(data, dry_run, views, encoder=encoder, descriptions=descriptions, prompts=learned)
+        seeds = seeds or ",".join(map(str, experiment.seeds))
 
     def plans() -> Plans:
         given = [encoder] if encoder is not None else experiment.encoders
@@ -242,7 +250,9 @@ def bench(
             _dry_run(experiment, data, plans, as_json)
             return
         columns = find_columns(experiment, data)
-        _check_out(output, name, [str(data or "")], encoder or "", descriptions, learned)
+        _check_out(
+            output, name, [str(data or ""), *([str(foreign)] if foreign else [])], encoder or "", descriptions, learned
+        )
         if all(isinstance(column, str) for column in columns.values()):
             raise InputError(
                 f"None of the {len(columns)} datasets of '{name}' is available. {next(iter(columns.values()))}"
@@ -250,7 +260,7 @@ def bench(
         _print_notes(column for column in columns.values() if not isinstance(column, str))
         moments = None if after is None else _numbers(after, "--after")
         check_folder(output)
-        result = run_experiment(name, plans(), columns, rows, moments)
+        result = run_experiment(name, plans(), columns, rows, moments, foreign)
         write_experiment(output, result, columns, "testtime " + shlex.join(sys.argv[1:]))
     if as_json:
         print(json.dumps(result))
@@ -266,6 +276,19 @@ def bench(
         note(f"Written to {output}/{name}.json, {name}.md and {name}.html.")
     if "rows" in result and not any("accuracy" in row for row in result["rows"]):
         raise InputError(f"No row of '{name}' could run. {result['rows'][0]['not run']}")
+
+
+def _check_streams(data: Path | None, dry_run: bool, views: int | None, **encoding: object) -> None:
+    """Refuse options that the streams have no use for; `encoding` are those that a feature file has no use for."""
+    from testtime.experiments.sources import is_stored
+
+    if dry_run:
+        raise InputError("--dry-run: 'streams' has no estimate; try it with --seeds 1 and --limit 200.")
+    if views not in (None, 1):
+        raise InputError(f"--views {views}: 'streams' has one view of each image.")
+    for option, value in encoding.items():
+        if value is not None and data is not None and is_stored(data):
+            raise InputError(f"--{option}: {data} has its own features and prototypes; leave it out.")
 
 
 def _stopped(output: Path) -> str:

@@ -49,6 +49,7 @@ class Row(NamedTuple):
     at: tuple[float, ...] = ()  # its coordinates on the axes of a figure
     line: str = ""  # the curve it belongs to, if a figure has several
     oracle: bool = False  # chooses a setting with the test labels; runs only if requested by name
+    slow: bool = False  # likewise runs only if requested, since it takes hours
 
 
 class Experiment(NamedTuple):
@@ -64,6 +65,7 @@ class Experiment(NamedTuple):
     costs: tuple[str, ...] = ()  # columns of `tables.COSTS`; with any, cells run one at a time, to measure each cost
     note: str = ""
     views: int | None = None  # of every row, unless given; None: those of the dataset's recipe
+    seeds: tuple[int, ...] = ()  # unless given; none: the protocol's
     measure: str = "scores"  # the module of this package that measures and draws it
 
     @property
@@ -235,6 +237,19 @@ EXPERIMENTS: dict[str, Experiment] = {
     "tsne": Experiment(
         "What the queues hold, early and late", (Row("DPE", settings={"queue": 6}),),
         place="Figure 3", measure="queues",
+    ),
+    "streams": Experiment(
+        "Where adapting online hurts: hard streams, with and without the guard",
+        (
+            Row("zero-shot", "zeroshot"),
+            Row("DPE"),
+            Row("TDA", "tda"),
+            Row("DMN-ZS", "dmn"),
+            Row("DOTA", "dota", slow=True),
+            Row("MCP", "mcp", slow=True),
+        ),
+        views=1, seeds=tuple(range(1, 21)), measure="streams",
+        note="Every image has one view, and every method the same prompts.",
     ),
     "systems": Experiment(
         "Every system: accuracy, time, memory", SYSTEMS, costs=("ms per image", "peak MB", "state MB"),

@@ -118,17 +118,17 @@ class Lab:
 
     def path(self, cell: Cell) -> Path:
         """Where the cell's result is, or will be."""
-        fingerprint = _fingerprint(self.conditions(cell))
-        return self.folder / "cells" / f"{_slug(self.dataset.name)}-{_slug(cell.method.name)}-{fingerprint}.json"
+        name = f"{slug(self.dataset.name)}-{slug(cell.method.name)}-{fingerprint(self.conditions(cell))}"
+        return self.folder / "cells" / f"{name}.json"
 
     def store_path(self, views: ViewPlan, seed: int) -> Path:
         """Where the features are, or will be."""
-        name = f"{_slug(self.dataset.name)}-{_slug(self.encoder.name)}-{views.count}{'-augmix' * views.augmix}"
+        name = f"{slug(self.dataset.name)}-{slug(self.encoder.name)}-{views.count}{'-augmix' * views.augmix}"
         name += f"-seed{seed}" if views.count > 1 else ""
         name += f"-{len(self.indices)}" if len(self.indices) < len(self.dataset) else ""
         made = made_with(self.encoder, _seeded(views, seed), DTYPES[DTYPE], self.dataset.name)
-        fingerprint = digest([*(f"{key} {value}" for key, value in made.items()), *map(str, self._images())])
-        return self.folder / "stores" / f"{name}-{fingerprint}"
+        identified = digest([*(f"{key} {value}" for key, value in made.items()), *map(str, self._images())])
+        return self.folder / "stores" / f"{name}-{identified}"
 
     def store(self, views: ViewPlan, seed: int) -> Features:
         """The features, encoded if they are missing; finished shards are reused.
@@ -204,7 +204,7 @@ class Lab:
             "weights": self.weights,
             "classnames": list(names),
         } | text.conditions()
-        path = self.folder / "text" / f"{_fingerprint(conditions)}.safetensors"
+        path = self.folder / "text" / f"{fingerprint(conditions)}.safetensors"
         if not path.exists():
             task = build_task(self.encoder, names, text.templates, text.descriptions, allow_duplicates=True)
             files.write_tensors(path, {"text": task.text}, {"text": json.dumps(conditions), "scale": repr(task.scale)})
@@ -289,10 +289,11 @@ def _digest(path: Path | None) -> str | None:
     return hashlib.sha256(read_bytes(Path(path))).hexdigest()[:12]
 
 
-def _fingerprint(conditions: Record) -> str:
+def fingerprint(conditions: Record) -> str:
+    """A short digest of plain data."""
     return hashlib.sha256(json.dumps(conditions, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def _slug(name: str) -> str:
+def slug(name: str) -> str:
     """A name as part of a file name; a long one is truncated, since a fingerprint follows that distinguishes it."""
     return "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in name)[:60]

@@ -136,6 +136,7 @@ class Work(NamedTuple):
     columns: Columns
     rows: Sequence[Row]
     moments: Sequence[int] | None = None  # numbers of images, for experiments that look into the stream
+    foreign: Path | None = None  # a feature file of images of none of the classes, for the streams
 
 
 def recipe_of(dataset: Dataset) -> Recipe | None:

@@ -15,6 +15,7 @@ from testtime.datasets import Dataset, find_dataset
 from testtime.experiments.catalogue import EXPERIMENTS, Experiment, Row
 from testtime.experiments.lab import Record
 from testtime.experiments.plan import Columns, Plans, Work
+from testtime.experiments.sources import find_domains, is_stored, open_stored
 from testtime.experiments.tables import Sheet, markdown
 from testtime.files import write_atomic
 from testtime.report.conditions import machine, versions
@@ -22,6 +23,7 @@ from testtime.report.page import Section, html
 from testtime.types import InputError
 
 ON_REQUEST = "chooses a setting with the test labels; run it with --row '{}'"
+SLOW = "takes hours; run it with --row '{}'"
 
 
 class Measure(Protocol):
@@ -55,13 +57,16 @@ def find_experiment(name: str) -> Experiment:
 def find_columns(experiment: Experiment, data: Path | None) -> dict[str, Dataset | str]:
     """The datasets of an experiment by name: those found in `data`, and why the others are missing.
 
-    An experiment without its own datasets runs on the one given.
+    An experiment without its own datasets runs on the one given; streams also on several domains or a feature file.
     """
     if not experiment.datasets:
         if data is None:
             raise InputError("This experiment runs on your own dataset: give its folder, as in bench NAME FOLDER.")
-        dataset = find_dataset(str(data))
-        return {dataset.name: dataset}
+        if experiment.measure == "streams" and is_stored(data):
+            stored = open_stored(data)
+            return {stored.name: stored}
+        domains = find_domains(data) if experiment.measure == "streams" else []
+        return {found.name: found for found in map(find_dataset, map(str, domains or [data]))}
     columns: dict[str, Dataset | str] = {}
     for name in experiment.datasets:
         try:
@@ -79,26 +84,35 @@ def run_experiment(
     columns: Columns,
     keep: Sequence[str] | None = None,
     moments: Sequence[int] | None = None,
+    foreign: Path | None = None,
 ) -> Record:
     """An experiment's result, for each encoder and dataset; either may be a reason why it is missing.
 
     `keep` names the rows to run; by default all except those that run only on request. `moments` are for experiments
-    that look into the stream.
+    that look into the stream; `foreign` is a feature file of images of none of the classes, for the streams.
     """
     experiment = find_experiment(name)
+    if foreign is not None and experiment.measure != "streams":
+        raise InputError(f"'{name}' has no foreign images; leave out --foreign.")
     plans = {encoder: plan if isinstance(plan, str) else plan.of(experiment) for encoder, plan in plans.items()}
-    return measure_of(experiment).run(Work(name, experiment, plans, columns, selected(experiment, keep), moments))
+    rows = selected(experiment, keep)
+    return measure_of(experiment).run(Work(name, experiment, plans, columns, rows, moments, foreign))
 
 
 def selected(experiment: Experiment, keep: Sequence[str] | None) -> list[Row]:
-    """The rows of these names, ignoring case and spaces; for None all, with oracles marked as not run."""
+    """The rows of these names, ignoring case and spaces; for None all, with oracles and slow ones marked as not run."""
     known = {row.label.lower().replace(" ", ""): row for row in experiment.rows}
     if keep is None:
-        return [row._replace(invalid=ON_REQUEST.format(row.label)) if row.oracle else row for row in experiment.rows]
+        return [_unless_requested(row) for row in experiment.rows]
     wanted = {label.lower().replace(" ", "") for label in keep}
     for label in wanted - known.keys():
         raise registry.unknown("row", label, known)
     return [row for label, row in known.items() if label in wanted]
+
+
+def _unless_requested(row: Row) -> Row:
+    reason = ON_REQUEST if row.oracle else SLOW if row.slow else ""
+    return row._replace(invalid=reason.format(row.label)) if reason else row
 
 
 def write_results(folder: Path, name: str, result: Record, page: str) -> None:

@@ -144,12 +144,35 @@ class Series:
 
 
 @dataclass(frozen=True)
+class Gaps:
+    """Accuracy minus the baseline's (-1 to 1) of methods on several streams; None if not run.
+
+    `guarded` are those with a guard, of some or all of the methods, or of none.
+    """
+
+    title: str
+    streams: Sequence[str]
+    plain: Mapping[str, Sequence[float | None]]  # by method, one for each stream
+    guarded: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, values in [*self.plain.items(), *self.guarded.items()]:
+            if len(values) != len(self.streams):
+                raise InputError(f"'{self.title}': {len(values)} values of {name} for {len(self.streams)} streams.")
+
+    @property
+    def methods(self) -> list[str]:
+        """The methods in order, with or without a guard."""
+        return list(dict.fromkeys([*self.plain, *self.guarded]))
+
+
+@dataclass(frozen=True)
 class Table:
-    """A table of text; the first cell of each row is its heading."""
+    """A table of text, or of `markup.Cell`s; the first cell of each row is its heading."""
 
     title: str
     head: Sequence[str]
-    rows: Sequence[Sequence[str]]
+    rows: Sequence[Sequence[object]]
     apart: bool = False  # collapsed, at the end of the section
 
     def __post_init__(self) -> None:
@@ -239,6 +262,7 @@ class TablesReport(_Page):
     text: str = ""
     grids: Sequence[Grid] = ()
     series: Sequence[Series] = ()
+    gaps: Gaps | None = None  # above the tables
     queues: QueueMap | None = None
     classnames: Sequence[str] = ()
     labels: Sequence[int] = ()  # of the images in the queues, which are numbered from 0

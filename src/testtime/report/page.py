@@ -15,6 +15,7 @@ from testtime.report.class_changes import class_table
 from testtime.report.confusion_matrix import confusion_matrix
 from testtime.report.data import Answers, Curve, Section, StreamReport, TablesReport, UnlabelledReport
 from testtime.report.formatting import milliseconds, signed
+from testtime.report.gap_chart import gap_chart
 from testtime.report.markup import WIDE, Cell, as_table, asset, card, safe, scrolling, table
 from testtime.report.queue_map import queue_map
 from testtime.report.reliability import figure as reliability_diagrams
@@ -55,7 +56,8 @@ def framed(section: Section) -> str:
 def _compared(section: Section) -> list[str]:
     """The names that need their own colour: the baseline is grey."""
     if isinstance(section, TablesReport):
-        return [name for series in section.series for name in series.lines]
+        methods = section.gaps.methods if section.gaps else []
+        return [*methods, *(name for series in section.series for name in series.lines)]
     return [each.name for each in (section.curves if isinstance(section, StreamReport) else section.answers)][1:]
 
 
@@ -71,6 +73,7 @@ def _section(report: Section, slots: Mapping[str, int], number: int) -> str:
         parts += [*unlabelled_parts(report, slots, number), queue_map(report, number)]
     elif isinstance(report, TablesReport):
         beside, apart = ([each for each in report.tables if each.apart == kind] for kind in (False, True))
+        parts.append(gap_chart(report.gaps, slots))
         parts += [f"<h3>{safe(each.title)}</h3>{scrolling(table(each.head, each.rows))}" for each in beside]
         parts += [queue_map(report, number), *_figures(report, slots)]
         parts += [_notes(report.notes), *(as_table(each.head, each.rows, each.title) for each in apart)]

@@ -1,0 +1,159 @@
+"""Where the images of the streams are from: encoded datasets, all domains of one, or a feature file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from testtime.datasets import Dataset
+from testtime.datasets.dataset import listed_images, subfolders
+from testtime.datasets.own import PARTS
+from testtime.encoding.store import INDEX, Features
+from testtime.experiments.lab import SUBSET_SEED, Cell, Record, Text
+from testtime.experiments.plan import Plan, recipe_of
+from testtime.experiments.recipes import Recipe
+from testtime.experiments.scenarios import KINDS, Images
+from testtime.files.identity import digest, stamp
+from testtime.methods.zeroshot import ZeroShot
+from testtime.ops import unit
+from testtime.session.order import shuffled
+from testtime.types import InputError, ViewPlan
+
+ALL = "all domains"  # the column of the streams over several domains
+SEVERAL = tuple(kind for kind in KINDS if kind.startswith("domains"))
+SINGLE = tuple(kind for kind in KINDS if kind not in SEVERAL)
+
+
+@dataclass(frozen=True)
+class Stored(Dataset):
+    """A feature file as a dataset, encoded already; every image's path is the file's."""
+
+    file: Path = Path()
+
+
+class Source(NamedTuple):
+    """Images that streams are made of."""
+
+    name: str
+    about: Record  # everything that their features, labels and prototypes depend on
+    kinds: Sequence[str]  # the streams made of them
+    entry: Recipe | None
+    load: Callable[[], Images]  # it encodes them if need be, once
+
+
+def is_stored(path: Path) -> bool:
+    """Whether this is a feature file, or a folder of shards."""
+    return path.suffix == ".safetensors" or (path / INDEX).is_file()
+
+
+def open_stored(path: Path) -> Stored:
+    """A labelled feature file."""
+    features = Features(path)
+    if features.labels is None:
+        raise InputError(f"{path} has no labels to score with: encode folders named after classes.")
+    return Stored(path.stem, [path] * len(features), features.labels.tolist(), features.classnames, file=path)
+
+
+def find_domains(folder: Path) -> list[Path]:
+    """The domains of a folder: its folders, if they hold folders of the same two or more classes; else none."""
+    names = subfolders(folder) if folder.is_dir() else []
+    parts = {name for group in PARTS.values() for name in group}
+    if len(names) < 2 or listed_images(folder) or not parts.isdisjoint(names):
+        return []
+    classes = [subfolders(folder / name) for name in names]
+    alike = len(classes[0]) > 1 and all(each == classes[0] for each in classes)
+    return [folder / name for name in names] if alike and parts.isdisjoint(classes[0]) else []
+
+
+def find_sources(plan: Plan, datasets: Sequence[Dataset], foreign: Path | None = None) -> list[Source]:
+    """A source for each dataset; with several, which must have the same classes, one more for all together.
+
+    `foreign` is a feature file of images of none of the classes.
+    """
+    found = [
+        _stored(plan, each, foreign) if isinstance(each, Stored) else _encoded(plan, each, foreign) for each in datasets
+    ]
+    for other in datasets[1:]:
+        if list(other.classnames) != list(datasets[0].classnames):
+            raise InputError(f"{datasets[0].name} and {other.name} differ in their classes; give one at a time.")
+    return [*found, _together(found)] if len(found) > 1 else found
+
+
+def _encoded(plan: Plan, dataset: Dataset, foreign: Path | None) -> Source:
+    """A dataset, one view of each image, with the prompts of its recipe."""
+    lab, entry = plan.lab(dataset), recipe_of(dataset)
+    text = cast(Text, plan.text("full", dataset, entry))  # which lacks nothing
+    about = lab.conditions(Cell(ZeroShot(), text))
+
+    def load() -> Images:
+        store = lab.store(ViewPlan(), 1)
+        features, task = store.read(0, len(store))[:, 0], lab.task(text).to("cpu")
+        return Images(task, features, lab.labels_of(store), None, _foreign(foreign, features, plan.encoder.name))
+
+    return _source(dataset.name, about, foreign, entry, load)
+
+
+def _stored(plan: Plan, dataset: Stored, foreign: Path | None) -> Source:
+    """A feature file, with its own prototypes; of several views of an image the first."""
+    features = Features(dataset.file)
+    count = min(plan.limit or len(features), len(features))
+    about = {
+        "dataset": dataset.name,
+        "images": count,
+        "classes": len(dataset.classnames),
+        "data": digest(stamp(file) for file in features.files),
+        "encoder": features.metadata.get("encoder", ""),
+        "views": 1,
+    }
+
+    def load() -> Images:
+        rows = shuffled(len(features), SUBSET_SEED)[:count].sort().values
+        views, task = features.read(0, len(features))[rows, 0], features.task()
+        labels = torch.tensor(dataset.labels)[rows]
+        return Images(task, views, labels, None, _foreign(foreign, views, str(about["encoder"])))
+
+    return _source(dataset.name, about, foreign, None, load)
+
+
+def _source(name: str, about: Record, foreign: Path | None, entry: Recipe | None, load: Callable[[], Images]) -> Source:
+    about = {key: value for key, value in about.items() if key not in ("seed", "method", "settings")}
+    return Source(name, about | {"foreign": foreign and digest([stamp(foreign)])}, SINGLE, entry, cache(load))
+
+
+def _together(sources: Sequence[Source]) -> Source:
+    """All images of several domains."""
+
+    def load() -> Images:
+        each = [source.load() for source in sources]
+        features, labels = torch.cat([x.features for x in each]), torch.cat([x.labels for x in each])
+        return Images(
+            each[0].task, features, labels, torch.cat([torch.full_like(x.labels, k) for k, x in enumerate(each)])
+        )
+
+    about = {
+        "dataset": ALL,
+        "images": sum(source.about["images"] for source in sources),
+        "encoder": sources[0].about["encoder"],
+        "domains": [source.about for source in sources],
+    }
+    return Source(ALL, about, SEVERAL, sources[0].entry, cache(load))
+
+
+def _foreign(path: Path | None, features: Tensor, encoder: str) -> Tensor | None:
+    """Features (M, D) of a file of foreign images, from the same encoder."""
+    if path is None:
+        return None
+    found = Features(path)
+    made = found.metadata.get("encoder", encoder)
+    if found.dim != features.shape[1] or (encoder and made != encoder):
+        raise InputError(
+            f"{path} holds features of size {found.dim} from {made or 'an unknown encoder'}; the images' have size "
+            f"{features.shape[1]}, from {encoder or 'an unknown encoder'}. Encode both with the same."
+        )
+    return unit(found.read(0, len(found))[:, 0])

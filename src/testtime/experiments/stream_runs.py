@@ -1,0 +1,128 @@
+"""One run over one stream: its answers, with or without the guard, and their scores beside zero-shot's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from testtime import metrics
+from testtime.calibration import Calibration
+from testtime.experiments.lab import Record
+from testtime.experiments.scenarios import FOREIGN, Stream
+from testtime.session.session import Session
+from testtime.types import Method, MissingPart, Task, log_of
+
+CHUNK = 64  # images between two chances to interrupt a run
+WINDOW = 200  # images of which the worst accuracy is recorded
+TRIED = 3  # candidates that an attacker tries at each of its turns
+PROBES = 3  # images of the attacked class whose margin it wants to lower
+
+
+class Answers(NamedTuple):
+    """The answers to every image of a stream."""
+
+    logits: Tensor  # (n, C)
+    rows: Tensor  # (n,) what came: the stream's rows, and an attacker's choices
+    decisions: list[Any]  # the guard's, one for each image; none without a guard
+
+
+def task_of(task: Task, stream: Stream) -> Task:
+    """The task of a stream: the whole one, or without the classes that are held out."""
+    if len(stream.classes) == task.classes:
+        return task
+    names = tuple(task.classnames[number] for number in stream.classes.tolist())
+    return replace(task, text=task.text[stream.classes], classnames=names)
+
+
+def make_guard() -> Any:
+    """The guard with its default settings."""
+    try:
+        return import_module("testtime.guard").Guard()
+    except ModuleNotFoundError:
+        raise MissingPart("this version of testtime has no guard") from None
+
+
+def run_stream(task: Task, method: Method, stream: Stream, guarded: bool) -> Answers:
+    """A method over a stream from the start, learning along the way; `task` is the stream's own."""
+    guard: dict[str, Any] = {"guard": make_guard()} if guarded else {}
+    session: Any = Session(task, method, **guard)
+    rows, logits, decisions = stream.rows.clone(), list[Tensor](), list[Any]()
+    for start, stop, turn in _parts(stream):
+        if turn is not None:
+            rows[start] = most_harmful(session, stream, turn)
+        logits.append(session.scan(stream.features[rows[start:stop], None]))
+        decisions += session.decisions[start - stop :] if guarded else []
+    return Answers(torch.cat(logits), rows, decisions)
+
+
+def _parts(stream: Stream) -> Iterator[tuple[int, int, int | None]]:
+    """The stream in parts from start to stop; a turn of an attacker's is a part of its own, with its number."""
+    turns = [] if stream.turns is None else stream.turns.nonzero()[:, 0].tolist()
+    begin = 0
+    for number, turn in enumerate([*turns, len(stream.rows)]):
+        yield from ((start, min(start + CHUNK, turn), None) for start in range(begin, turn, CHUNK))
+        if turn < len(stream.rows):
+            yield turn, turn + 1, number
+        begin = turn + 1
+
+
+def most_harmful(session: Session, stream: Stream, turn: int) -> int:
+    """The candidate after which a session, which stays as it is, has the lowest margin for the attacked class.
+
+    An attacker tries a few at each turn on copies of the session, and looks at some of the class's images.
+    """
+    assert stream.candidates is not None
+    own = stream.rows[stream.scored & (stream.labels == stream.attacked)][:PROBES]
+    tried = [stream.candidates[(TRIED * turn + each) % len(stream.candidates)] for each in range(TRIED)]
+
+    def margin(row: Tensor) -> float:
+        copy = session.fork()
+        copy.scan(stream.features[row][None, None])
+        logits = torch.stack([copy.predict(stream.features[probe]).logits for probe in own])
+        others = logits.index_fill(1, torch.tensor([stream.attacked]), -torch.inf).amax(1)
+        return float((logits[:, stream.attacked] - others).mean())
+
+    return int(min(tried, key=margin))
+
+
+def score(task: Task, method: Method, stream: Stream, answers: Answers) -> Record:
+    """The scores of a run as plain data; accuracies and gaps are fractions.
+
+    Foreign and crafted images count for the calibration along the stream, which sees no labels, but not for the scores:
+    only for AUROC and FPR95 are scored images of the classes told from foreign ones.
+    """
+    frozen = task.zero_shot(stream.features[answers.rows])  # one product for the whole stream
+    probabilities, predictions = method.probabilities(answers.logits), answers.logits.argmax(-1)
+    confidence = probabilities.gather(1, predictions[:, None])[:, 0]
+    calibrated = Calibration().update(log_of(probabilities), frozen.softmax(-1).amax(-1))
+    inside = stream.scored & (stream.labels != FOREIGN)
+    labels, right = stream.labels[inside], (predictions == stream.labels)[inside]
+    before = (frozen.argmax(-1) == stream.labels)[inside]
+    scores = metrics.Scores(task.classes).update(probabilities[inside], labels, predictions=predictions[inside])
+    found = scores.compute()
+    result: Record = {
+        "images": len(labels),
+        **{key: found[key] for key in ("accuracy", "macro_f1", "calibration_error", "brier")},
+        "calibrated_error": metrics.ExpectedCalibrationError().update_answers(calibrated[inside], right).compute(),
+        "zero_shot": metrics.accuracy(before, torch.ones_like(before)),
+        "worst": metrics.worst_window(right, WINDOW),
+        "worst_gap": metrics.worst_window(right.double() - before.double(), WINDOW),
+    }
+    result["gap"] = result["accuracy"] - result["zero_shot"]
+    if (stream.labels == FOREIGN).any():
+        known = torch.tensor([each.known for each in answers.decisions]) if answers.decisions else confidence
+        both = known[stream.scored], stream.labels[stream.scored] != FOREIGN
+        result |= {"auroc": metrics.auroc(*both), "fpr95": metrics.false_positive_rate(*both)}
+    if stream.attacked >= 0:
+        found_by_class = scores.per_class.compute()
+        result |= {"attacked": float(found_by_class[stream.attacked]), "target": float(found_by_class[stream.target])}
+    if answers.decisions:
+        result["learned"] = sum(each.learned for each in answers.decisions) / len(answers.decisions)
+        result["refused"] = dict(sorted(Counter(each.refused for each in answers.decisions if each.refused).items()))
+    return result

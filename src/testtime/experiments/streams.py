@@ -1,0 +1,204 @@
+"""The stream lab: where online adaptation hurts, with and without the guard.
+
+A cell is one method over all orders of one stream: a JSON file, as in `cells`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, is_dataclass
+from functools import partial
+from pathlib import Path
+from statistics import mean, stdev
+from typing import NamedTuple
+
+from testtime import __version__, files, metrics, registry
+from testtime.experiments.catalogue import Row
+from testtime.experiments.cells import REPORT_INTERVAL
+from testtime.experiments.lab import NOT_RUN, Record, fingerprint, read_bytes, slug
+from testtime.experiments.plan import Plan, Work
+from testtime.experiments.scenarios import RECIPE, Images, make_stream
+from testtime.experiments.sources import Source, find_sources
+from testtime.experiments.stream_runs import WINDOW, make_guard, run_stream, score, task_of
+from testtime.experiments.stream_tables import remarks as remarks  # these three show the measure
+from testtime.experiments.stream_tables import section as section
+from testtime.experiments.stream_tables import sheets as sheets
+from testtime.machine.threads import workers
+from testtime.steppers import parallel_steppers
+from testtime.types import InputError, Method, MissingPart
+
+TOLERATED = 0.01  # a cell no more than one point under zero-shot does no harm
+HELPED = 0.005  # a cell more than half a point above it shows what adaptation gains
+
+
+class Cell(NamedTuple):
+    """One method over all orders of one stream."""
+
+    source: Source
+    kind: str
+    row: Row
+    guarded: bool
+    method: Method
+    about: Record  # everything that its scores depend on
+
+
+def run(work: Work) -> Record:
+    """A record for each dataset, stream and method, with the guard off and on, and a summary."""
+    if work.moments is not None:
+        raise InputError(f"'{work.name}' only looks at whole streams; leave out --after.")
+    ((plan,), datasets) = work.plans.values(), list(work.columns.values())
+    if isinstance(plan, str):
+        raise InputError(plan)
+    sources = find_sources(plan, [each for each in datasets if not isinstance(each, str)], work.foreign)
+    guard = _guard()
+    cells = list(_cells(plan, sources, [row for row in work.rows if not row.invalid], guard))
+    results = list(_results(plan, cells))
+    rows = [_head(cell) | result for cell, result in zip(cells, results, strict=True)]
+    return {
+        "bench": work.name,
+        "title": work.experiment.title,
+        "note": work.experiment.note,
+        "facts": plan.conditions() | {"encoder": sources[0].about["encoder"], "window": WINDOW},
+        "columns": [source.name for source in sources],
+        "guard": guard,
+        "omitted": {row.label: row.invalid for row in work.rows if row.invalid},
+        "text": {source.name: source.about["text"] for source in sources if "text" in source.about},
+        "summary": overview(rows),
+        "rows": rows,
+    }
+
+
+def overview(rows: Sequence[Record]) -> list[Record]:
+    """For each method and for all, with the guard off and on: the share of cells without harm, the gap, the gain kept.
+
+    The gain kept is that of cells where the method helps without the guard, as a share of it. None: no such cell.
+    """
+    ran = [row for row in rows if NOT_RUN not in row and row["method"] != "zeroshot"]
+    plain = {_place(row): row["gap"] for row in ran if not row["guard"]}
+    found = []
+    for label in [*dict.fromkeys(row["row"] for row in ran), ""]:
+        for guarded in (False, True):
+            mine = [row for row in ran if label in ("", row["row"]) and row["guard"] == guarded]
+            if not mine:
+                continue
+            helped = [row for row in mine if plain.get(_place(row), 0.0) > HELPED]
+            gain = sum(plain[_place(row)] for row in helped)
+            found.append(
+                {
+                    "row": label,
+                    "guard": guarded,
+                    "cells": len(mine),
+                    "harmless": mean(row["gap"] >= -TOLERATED for row in mine),
+                    "gap": mean(row["gap"] for row in mine),
+                    "lowest_gap": min(row["gap"] for row in mine),
+                    "worst_gap": min(row["worst_gap"] for row in mine),
+                    "gain_kept": sum(row["gap"] for row in helped) / gain if helped else None,
+                }
+            )
+    return found
+
+
+def _place(row: Record) -> tuple[str, str, str]:
+    return row["column"], row["stream"], row["row"]
+
+
+def _guard() -> object:
+    """The guard's settings; None: there is no guard."""
+    try:
+        guard = make_guard()
+    except MissingPart:
+        return None
+    return asdict(guard) if is_dataclass(guard) else repr(guard)  # type: ignore[arg-type]
+
+
+def _cells(plan: Plan, sources: Sequence[Source], rows: Sequence[Row], guard: object) -> Iterator[Cell]:
+    """Every cell, with the guard off and on; a method that remembers nothing has nothing to guard."""
+    for source in sources:
+        for kind in source.kinds:
+            for row in rows:
+                method = plan.method(row.method, source.entry, row.settings)
+                about = source.about | {"stream": kind, "made": RECIPE, "orders": list(plan.seeds)}
+                about |= {"method": method.name, "settings": registry.settings_of(method)}
+                yield Cell(source, kind, row, False, method, about | {"guard": None})
+                if guard is not None and getattr(method, "remembers", True):
+                    yield Cell(source, kind, row, True, method, about | {"guard": guard})
+
+
+def _results(plan: Plan, cells: Sequence[Cell]) -> Iterator[Record]:
+    """Each cell's scores, summarised; those of earlier runs are read."""
+    paths = [_path(plan.folder, cell) for cell in cells]
+    if todo := sum(not path.exists() for path in paths):
+        plan.report(f"{todo} of {len(cells)} cells to run, {len(plan.seeds)} orders each")
+    reported = time.perf_counter()
+
+    def report(cell: Cell, number: int, orders: int) -> None:
+        nonlocal reported
+        if time.perf_counter() - reported > REPORT_INTERVAL:
+            reported = time.perf_counter()
+            what = f"{cell.source.name}, {cell.kind}, {cell.row.label}{', guarded' * cell.guarded}"
+            plan.report(f"cell {number} of {len(cells)}: {what}, {orders} of {len(plan.seeds)} orders")
+
+    for number, (path, cell) in enumerate(zip(paths, cells, strict=True), start=1):
+        found: list[Record] = []
+        try:
+            for order in _orders(cell, plan.seeds) if not path.exists() else ():
+                found.append(order)
+                report(cell, number, len(found))
+        except MissingPart as reason:
+            yield {NOT_RUN: str(reason)}
+            continue
+        if found:
+            record = cell.about | {"version": __version__, "scores": found}
+            files.write_atomic(path, json.dumps(record, indent=1) + "\n")
+        yield summary(_read(path, len(plan.seeds)))
+
+
+def _orders(cell: Cell, seeds: Sequence[int]) -> Iterator[Record]:
+    """The scores of each order. Orders run side by side, one core each.
+
+    So a cell's numbers do not depend on the number of cores, nor on which cells were run before.
+    """
+    images = cell.source.load()
+    return workers(parallel_steppers(images.task)).map(partial(_order, cell, images), seeds)
+
+
+def _order(cell: Cell, images: Images, seed: int) -> Record:
+    stream = make_stream(cell.kind, images, seed)
+    if isinstance(stream, str):
+        raise MissingPart(stream)
+    task = task_of(images.task, stream)
+    return {"seed": seed} | score(task, cell.method, stream, run_stream(task, cell.method, stream, cell.guarded))
+
+
+def summary(scores: Sequence[Record]) -> Record:
+    """Means over orders, the sample deviation of the accuracy, the worst tenth of the orders, and the worst window."""
+    numbers = [key for key in scores[0] if key not in ("seed", "refused", "worst", "worst_gap")]
+    found: Record = {key: mean(order[key] for order in scores) for key in numbers}
+    found |= {key: min(order[key] for order in scores) for key in ("worst", "worst_gap")}
+    found["spread"] = stdev(order["accuracy"] for order in scores) if len(scores) > 1 else None
+    found |= {f"tail_{key}": metrics.tail_mean([order[key] for order in scores]) for key in ("accuracy", "gap")}
+    if "refused" in scores[0]:
+        found["refused"] = dict(sorted(sum((Counter(order["refused"]) for order in scores), Counter[str]()).items()))
+    return found
+
+
+def _head(cell: Cell) -> Record:
+    place = {"row": cell.row.label, "column": cell.source.name, "stream": cell.kind, "guard": cell.guarded}
+    return place | {"method": cell.method.name, "settings": cell.about["settings"]}
+
+
+def _path(folder: Path, cell: Cell) -> Path:
+    parts = (cell.source.name, cell.kind, cell.method.name, *(["guarded"] if cell.guarded else []))
+    return folder / "cells" / f"{'-'.join(map(slug, parts))}-{fingerprint(cell.about)}.json"
+
+
+def _read(path: Path, orders: int) -> list[Record]:
+    record = files.parse_json(read_bytes(path), f"{path} (remove it to compute it again)", kind=dict)
+    scores = record.get("scores")
+    whole = isinstance(scores, list) and len(scores) == orders
+    if not whole or not all(isinstance(each, dict) and "worst_gap" in each for each in scores):
+        raise InputError(f"{path} is damaged; remove it to compute it again.")
+    return scores
