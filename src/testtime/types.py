@@ -147,6 +147,15 @@ class Decision:
         """Whether the method and the frozen classifier answer differently."""
         return self.adapted != self.frozen
 
+    def words(self, classnames: Sequence[str]) -> str:
+        """The decision for people to read."""
+        said = self.answer
+        if self.disputed:
+            said += f" ({classnames[self.adapted]}, not {classnames[self.frozen]})" if self.answer == "adapted" else ""
+            said += f" (not {classnames[self.adapted]})" if self.answer == "frozen" else ""
+        parts = [said, *([f"not learned from: {self.refused}"] if self.refused else [])]
+        return "; ".join([*parts, *(["alarm: the stream has changed"] if self.drift else [])])
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prediction:
@@ -178,6 +187,10 @@ class Prediction:
         learned = "learned from" if self.learned else "not learned from"
         bars = display.bars(self.top())
         return f"<div><b>{display.safe(self.label)}</b> ({frozen}; {learned}){bars}</div>"
+
+    def is_right(self, label: int) -> bool:
+        """Whether the answer is the class of that index; "unknown" is not."""
+        return self.index == label and not (self.decision and self.decision.answer == UNKNOWN)
 
     def top(self, count: int = 5) -> list[tuple[str, float]]:
         """The most probable classes, each with its probability, the best first."""

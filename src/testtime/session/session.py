@@ -18,6 +18,7 @@ from torch import Tensor
 from testtime import registry
 from testtime.calibration import Calibration
 from testtime.display import in_notebook, line
+from testtime.guard.course import Course
 from testtime.guard.memory import Memory, fresh_memory
 from testtime.guard.settings import Guard, make_guard
 from testtime.guard.stepper import Guarded
@@ -179,6 +180,13 @@ class Session:
         """The guard's decisions on the images of the last call; none without a guard."""
         return self._stepper.decisions if isinstance(self._stepper, Guarded) else []
 
+    @property
+    def proven(self) -> str:
+        """What late labels have proven: "adapting helps", "adapting harms", or nothing."""
+        memory = self.guard_memory
+        proven = "" if memory is None else Course.of(memory.course).proven
+        return proven and f"adapting {proven}"
+
     def label(self, index: int, label: int) -> bool:
         """Give the guard the late label of an image, by its position in the input; whether it was of use.
 
@@ -190,7 +198,8 @@ class Session:
                 raise InputError("Late labels are for the guard, and this session has none: use Session(guard=True).")
             if not 0 <= label < self.task.classes:
                 raise InputError(f"Label {label}: must be the index of one of {self.task.classes} classes.")
-            return isinstance(stepper := self._steps(), Guarded) and stepper.label(index, label)
+            with torch.inference_mode():
+                return isinstance(stepper := self._steps(), Guarded) and stepper.label(index, label)
 
     def fork(self) -> Session:
         """A second session that starts from here and learns on its own."""
