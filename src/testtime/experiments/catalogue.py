@@ -245,6 +245,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             Row("DPE"),
             Row("TDA", "tda"),
             Row("DMN-ZS", "dmn"),
+            Row("evidence", "evidence"),
             Row("DOTA", "dota", slow=True),
             Row("MCP", "mcp", slow=True),
         ),

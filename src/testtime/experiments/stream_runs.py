@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib import import_module
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from testtime.calibration import Calibration
 from testtime.experiments.lab import Record
 from testtime.experiments.scenarios import FOREIGN, Stream
 from testtime.session.session import Session
-from testtime.types import Method, MissingPart, Task, log_of
+from testtime.types import Decision, Method, Task, log_of
 
 CHUNK = 64  # images between two chances to interrupt a run
 WINDOW = 200  # images of which the worst accuracy is recorded
@@ -29,7 +28,7 @@ class Answers(NamedTuple):
 
     logits: Tensor  # (n, C)
     rows: Tensor  # (n,) what came: the stream's rows, and an attacker's choices
-    decisions: list[Any]  # the guard's, one for each image; none without a guard
+    decisions: list[Decision]  # the guard's, one for each image; none without a guard
 
 
 def task_of(task: Task, stream: Stream) -> Task:
@@ -40,24 +39,15 @@ def task_of(task: Task, stream: Stream) -> Task:
     return replace(task, text=task.text[stream.classes], classnames=names)
 
 
-def make_guard() -> Any:
-    """The guard with its default settings."""
-    try:
-        return import_module("testtime.guard").Guard()
-    except ModuleNotFoundError:
-        raise MissingPart("this version of testtime has no guard") from None
-
-
 def run_stream(task: Task, method: Method, stream: Stream, guarded: bool) -> Answers:
     """A method over a stream from the start, learning along the way; `task` is the stream's own."""
-    guard: dict[str, Any] = {"guard": make_guard()} if guarded else {}
-    session: Any = Session(task, method, **guard)
-    rows, logits, decisions = stream.rows.clone(), list[Tensor](), list[Any]()
+    session = Session(task, method, guard=guarded)
+    rows, logits, decisions = stream.rows.clone(), list[Tensor](), list[Decision]()
     for start, stop, turn in _parts(stream):
         if turn is not None:
             rows[start] = most_harmful(session, stream, turn)
         logits.append(session.scan(stream.features[rows[start:stop], None]))
-        decisions += session.decisions[start - stop :] if guarded else []
+        decisions += session.decisions
     return Answers(torch.cat(logits), rows, decisions)
 
 
@@ -98,7 +88,9 @@ def score(task: Task, method: Method, stream: Stream, answers: Answers) -> Recor
     only for AUROC and FPR95 are scored images of the classes told from foreign ones.
     """
     frozen = task.zero_shot(stream.features[answers.rows])  # one product for the whole stream
-    probabilities, predictions = method.probabilities(answers.logits), answers.logits.argmax(-1)
+    # a guard's answers are logits, whatever the method's scores are
+    probabilities = answers.logits.softmax(-1) if answers.decisions else method.probabilities(answers.logits)
+    predictions = answers.logits.argmax(-1)
     confidence = probabilities.gather(1, predictions[:, None])[:, 0]
     calibrated = Calibration().update(log_of(probabilities), frozen.softmax(-1).amax(-1))
     inside = stream.scored & (stream.labels != FOREIGN)
