@@ -6,7 +6,7 @@ Everything is a plain float, so that a stream resumes bit for bit from a float64
 from __future__ import annotations
 
 import math
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Self
 
 import torch
@@ -123,10 +123,5 @@ class Course:
         return ""
 
     def trust(self, low: float, high: float) -> float:
-        """The weight of an adapted answer, 0 to 1: by late labels if they have proven something, else by support."""
-        if self.proven:
-            return float(self.proven == "helps")
+        """The weight of adapted answers, 0 to 1: none if a share `low` of them is supported, all from `high` on."""
         return min(max((self.supported / self.disputes - low) / (high - low), 0.0), 1.0)
-
-
-NUMBERS = len(fields(Course))

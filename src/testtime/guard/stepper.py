@@ -74,13 +74,18 @@ class Guarded:
     @property
     def memory(self) -> Memory:
         """A copy of what the guard remembers."""
-        return _copied(self._memory._replace(course=self._course.tensor()))
+        cost = torch.tensor(self._costs, dtype=torch.float64)
+        taught, course = torch.tensor(self._taught), self._course.tensor()
+        return _copied(self._memory._replace(cost=cost, taught=taught, course=course))
 
     @memory.setter
     def memory(self, memory: Memory) -> None:
         self._memory: Memory = _copied(memory)
+        # plain numbers, since reading single ones from a tensor takes longer than everything that is done with them
         self._course = Course.of(memory.course)
-        self._filled: list[list[bool]] = memory.cost.isfinite().tolist()  # which slots hold a feature
+        self._costs: list[list[float]] = memory.cost.tolist()
+        self._taught: list[int] = memory.taught.tolist()
+        self._filled: list[list[bool]] = memory.cost.isfinite().tolist()  # slots whose feature is in `keys` already
 
     def step(self, views: Tensor) -> tuple[Tensor, Tensor]:
         return self._advance(views[None])
@@ -172,12 +177,12 @@ class Guarded:
 
     def _admit(self, frozen: Frozen) -> Admission:
         """The gate: one image after another, by the frozen classifier alone."""
-        guard, course, memory = self.guard, self._course, self._memory
+        guard, course = self.guard, self._course
         gate = Admission([], [], [], [])
         for image, (label, top) in enumerate(zip(frozen.labels, frozen.tops, strict=True)):
             if course.period >= guard.period:
                 course.period = 0.0
-                memory.taught.zero_()
+                self._taught = [0] * len(self._taught)
             course.period += 1
             copy = frozen.nearest[image] > guard.duplicate or self._copied_within(frozen, image, gate.refused)
             gate.foreign.append(self._is_foreign(top))
@@ -187,11 +192,11 @@ class Guarded:
                 reason = "foreign"
             elif frozen.agreements[image] < guard.view_agreement:
                 reason = "views disagree"
-            elif guard.budget and int(memory.taught[label]) >= guard.budget:
+            elif guard.budget and self._taught[label] >= guard.budget:
                 reason = "class over budget"
             else:
                 reason = ""
-                memory.taught[label] += 1
+                self._taught[label] += 1
             gate.refused.append(reason)
             gate.writes.append(None if copy else self._slot(label, frozen.entropies[image]))
             gate.alarms.append(not copy and guard.drift != "ignore" and course.drifted(top))
@@ -211,9 +216,9 @@ class Guarded:
 
     def _slot(self, label: int, entropy: float) -> tuple[int, int] | None:
         """The referee's slot for a feature: a free one, or that of the highest entropy if it is higher."""
-        costs = self._memory.cost[label]
-        slot = int(costs.argmax())  # the first, if several are free
-        if not entropy < float(costs[slot]):
+        costs = self._costs[label]
+        slot = costs.index(max(costs))  # the first, if several are free
+        if not entropy < costs[slot]:
             return None
         costs[slot] = entropy
         return label, slot
@@ -222,12 +227,15 @@ class Guarded:
         self, adapted: Tensor, frozen: Frozen, gate: Admission, course: Course
     ) -> tuple[Tensor, list[Decision]]:
         """The answers (N, C) to give in place of the method's (N, C), and the decisions; moves `course` on."""
-        guard, weights, decisions = self.guard, [], []
+        guard, weights, decisions, proven = self.guard, [], [], course.proven
         labels: list[int] = adapted.argmax(1).tolist()
         supported = self._supported(labels, frozen, gate.writes)
         for image, (label, plain) in enumerate(zip(labels, frozen.labels, strict=True)):
-            differs, proven = label != plain, course.proven
-            trust = course.trust(guard.support_low, guard.support_high) if guard.judge or proven else 1.0
+            differs = label != plain
+            if proven:
+                trust = float(proven == "helps")
+            else:
+                trust = course.trust(guard.support_low, guard.support_high) if guard.judge else 1.0
             vetoed = differs and guard.veto and not supported[image] and proven != "helps"
             weights.append(0.0 if vetoed else trust)
             if differs and gate.refused[image] != COPY:
