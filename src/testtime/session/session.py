@@ -22,7 +22,7 @@ from testtime.machine.interrupts import deferred_interrupts
 from testtime.ops import unit_views
 from testtime.session import saved_state
 from testtime.session.initial_state import initial_state
-from testtime.steppers import Stepper, aligned_task, open_stepper
+from testtime.steppers import Stepper, aligned, aligned_task, open_stepper
 from testtime.types import (
     Encoder,
     InputError,
@@ -152,6 +152,18 @@ class Session:
         """A second session that starts from here and learns on its own."""
         return copy.copy(self)
 
+    def adopt(self, other: Session) -> None:
+        """Go on from where another session of this task and method is; encoder, views and observers stay."""
+        with self._lock:
+            own = {name: vars(self)[name] for name in ("task", "encoder", "plan", "reference", "observers", "_lock")}
+            vars(self).update(other.__getstate__() | own)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """A block in which no other thread changes the session."""
+        with self._lock:
+            yield
+
     def __getstate__(self) -> dict[str, object]:
         with self._lock:
             own = {"_state": self.state, "_stepper": None, "_lock": None, "calibration": self.calibration.copy()}
@@ -165,6 +177,15 @@ class Session:
         with self._lock:
             ((_, prediction),) = self._run([image], None)
         return prediction
+
+    def replay(self, views: Tensor, index: int) -> Prediction:
+        """Step on views (V, D) that an observer was given, as image `index` of the input; no observer is called.
+
+        They are used as they are: normalised once more, they would differ in their last bits.
+        """
+        with self._lock, deferred_interrupts():
+            self.position = index
+            return self._advance(aligned(views.to(self.task.text)))
 
     def predict(self, image: Source) -> Prediction:
         """Predict one image from what has been learned so far, learning nothing."""
@@ -284,7 +305,7 @@ class Session:
         task, plan = file.fit(task, encoder, variations), file.plan
         session = cls(
             task, file.method, encoder=encoder, views=plan.count, augmix=plan.augmix, seed=plan.seed,
-            variations=variations, reference=reference,
+            variations=plan.variations if encoder is None and variations is None else variations, reference=reference,
         )  # fmt: skip
         session.state = file.state(session.state)
         session.calibration = file.calibration
