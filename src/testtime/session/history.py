@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,7 +20,7 @@ from torch import Tensor
 from testtime import files
 from testtime.session import history_files
 from testtime.session.history_files import ANSWERED, INDEX, SKIPPED, Entry, Index, Record, Snapshot
-from testtime.session.history_replay import Image, Load, forget, number_before, rebuilt
+from testtime.session.history_replay import Image, Load, number_before, rebuilt, without
 from testtime.session.session import Seen, Session
 from testtime.types import InputError, StateError, StoredImage, Task
 
@@ -155,10 +155,16 @@ class History:
                 raise StateError(
                     "Images were learned from without being recorded, as by Session.scan, and would be lost."
                 )
-            session, self._index = forget(self.folder, self._index, image, self._load)
-            session.position = self.session.position
-            self.session.adopt(session)
-            self._count = session.count
+            with _removing_leftovers(self.folder):
+                session, index = without(self.folder, self._index, image, self._load)
+                session.position = self.session.position
+                try:
+                    history_files.switch(self.folder, index)
+                finally:  # an error may come before the switch or after it: the session follows the folder
+                    self._index = history_files.read_index(self.folder)
+                    if self._index.generation == index.generation:
+                        self.session.adopt(session)
+                        self._count = session.count
             return self.session
 
     def _load(self, path: Path) -> Session:
@@ -209,17 +215,17 @@ class History:
         generation = index.generation + 1
         index = history_files.cut(folder, index, number, generation)
         if difference:  # of another machine: the next steps start from here
-            here = history_files.write_snapshot(folder, session, number, self.clock(), generation)
+            here = history_files.write_snapshot(folder, session, number, self.clock(), generation, seam=True)
             kept = (snapshot for snapshot in index.snapshots if snapshot.number < number)
             index = replace(index, snapshots=(*kept, here))
         history_files.switch(folder, index)
         return index
 
     def _restart(self) -> None:
-        """Begin again after this image: the session has learned from images that are not recorded."""
-        self._pending, self._count = [], self.session.count
-        index = replace(self._index, generation=self._index.generation + 1, began="unrecorded")
-        self._index = self._started(index)
+        """Begin again after this image: the session has changed in ways that are not recorded."""
+        generation = history_files.next_generation(self.folder)
+        self._index = self._started(replace(self._index, generation=generation, began="unrecorded"))
+        self._pending, self._count = [], self.session.count  # after an error, the next image begins again
 
     def _write(self, snapshot: bool = False) -> None:
         """Write the images that are not written yet, and a snapshot after them."""
@@ -294,8 +300,21 @@ def unlearn(
     history_files.read_index(folder)
     with files.locked(folder / INDEX):
         index = history_files.read_index(folder)
-        history_files.remove_others(folder, index)
-        return forget(folder, index, image, _loading(task, device, index), save)[0]
+        with _removing_leftovers(folder):
+            session, index = without(folder, index, image, _loading(task, device, index))
+            if save is not None:
+                session.save(save)
+            history_files.switch(folder, index)
+    return session
+
+
+@contextmanager
+def _removing_leftovers(folder: Path) -> Iterator[None]:
+    """Remove files of an attempt that failed, and those of a process that was killed."""
+    try:
+        yield
+    finally:
+        history_files.remove_others(folder, history_files.read_index(folder))
 
 
 def _loading(task: Task | None, device: torch.device | str, index: Index) -> Load:

@@ -56,6 +56,7 @@ class Snapshot:
     count: int
     position: int
     time: datetime
+    seam: bool = False  # whether steps before it were taken elsewhere, and would round differently here
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ class Index:
     every: int  # images between two snapshots
     limit: int  # most images
     reference: bool  # whether the session runs the method's own steps
-    began: str  # why there is nothing before the first snapshot, as in `BEGAN`
+    began: str  # why it begins at the first snapshot: a key of `BEGAN`
     snapshots: tuple[Snapshot, ...]
     parts: tuple[Part, ...]
 
@@ -93,7 +94,7 @@ class Index:
 BEGAN = {
     "started": "the history was started there",
     "limit": "older images were dropped to keep it within its limit",
-    "unrecorded": "images before it were learned from without being recorded, as by Session.scan",
+    "unrecorded": "the session had learned, or was set back, without this being recorded, as by Session.scan or reset",
 }
 
 Record = tuple[Entry, Tensor | None]  # an image and its views (V, D), if it has any
@@ -250,10 +251,12 @@ def _entries(folder: Path, part: Part) -> tuple[list[Entry], Any]:
 # Writing
 
 
-def write_snapshot(folder: Path, session: Session, number: int, time: datetime, generation: int) -> Snapshot:
+def write_snapshot(
+    folder: Path, session: Session, number: int, time: datetime, generation: int, seam: bool = False
+) -> Snapshot:
     """Write a snapshot of a session, after `number` images; no index names it yet."""
     path = session.save(folder / f"snapshot-{number:09d}-g{generation}.safetensors")
-    return Snapshot(path.name, _digest(path), number, session.count, session.position, time)
+    return Snapshot(path.name, _digest(path), number, session.count, session.position, time, seam)
 
 
 def write_part(folder: Path, records: Sequence[Record], number: int, generation: int) -> Part:
@@ -296,8 +299,8 @@ def next_generation(folder: Path) -> int:
 def check_folder(folder: Path) -> None:
     """Refuse a folder of other files: a history has its own."""
     files.check_folder(folder)
-    own = {*_own_files(folder), folder / INDEX, folder / f".{INDEX}.lock"}
-    if other := next((path for path in folder.iterdir() if path not in own), None):
+    visible = (path for path in folder.iterdir() if not path.name.startswith("."))
+    if other := next((path for path in visible if path.name != INDEX and not NAME.fullmatch(path.name)), None):
         raise InputError(f"{folder} holds {other.name}, which is no file of a history; give a folder of its own.")
 
 
@@ -307,7 +310,7 @@ def bounded(index: Index) -> Index:
     Of each doubling of a snapshot's age beyond the latest `DENSE`, every other one is kept of those of the doubling
     before. If there are more images than the limit, the oldest snapshot goes with the images up to the next one.
     """
-    snapshots = [index.snapshots[0], *(s for s in index.snapshots[1:] if _stays(s.number, index))]
+    snapshots = [index.snapshots[0], *(s for s in index.snapshots[1:] if s.seam or _stays(s.number, index))]
     while len(snapshots) > 1 and index.end - snapshots[0].number > index.limit:
         del snapshots[0]
     first = snapshots[0].number
@@ -323,7 +326,7 @@ def _stays(number: int, index: Index) -> bool:
     age, step = index.end - number, index.every
     while age > DENSE * step:
         step *= 2
-    return number % step == 0 or age < index.every
+    return number % step == 0
 
 
 def cut(folder: Path, index: Index, number: int, generation: int) -> Index:

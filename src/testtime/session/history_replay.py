@@ -18,13 +18,9 @@ from testtime.session.history_files import (
     UNLEARNED,
     Entry,
     Index,
-    Snapshot,
     read_entries,
-    read_index,
     read_records,
-    remove_others,
     snapshot_file,
-    switch,
     write_part,
     write_snapshot,
 )
@@ -130,41 +126,28 @@ def _repeat(session: Session, entry: Entry, views: Tensor | None) -> None:
     session.replay(views, entry.index)
 
 
-def forget(
-    folder: Path, index: Index, image: Image, load: Load, save: str | Path | None = None
-) -> tuple[Session, Index]:
-    """The session without one image, and the history without it, which is now the current one.
-
-    A saved session is written to `save` before the history changes.
-    """
+def without(folder: Path, index: Index, image: Image, load: Load) -> tuple[Session, Index]:
+    """The session without one image, and the index of the history without it: its files are written, but it is not
+    the current one yet."""
     number = number_of(folder, index, image)
     start, generation = index.before(number), index.generation + 1
-    try:
-        session = load(snapshot_file(folder, start))
-        stale = {snapshot.number: snapshot for snapshot in index.snapshots if snapshot.number > number}
-        snapshots: list[Snapshot] = [snapshot for snapshot in index.snapshots if snapshot.number <= number]
-        parts = [part for part in index.parts if part.number < start.number]
-        for part in index.parts[len(parts) :]:
-            records = read_records(folder, part)
-            if part.number <= number < part.number + part.images:
-                entry = records[number - part.number][0]
-                _check_learned(folder, entry)
-                records[number - part.number] = replace(entry, name=None, status=UNLEARNED), None
-                parts.append(write_part(folder, records, part.number, generation))
-            else:
-                parts.append(part)
-            for place, (entry, views) in enumerate(records, part.number + 1):
-                _repeat(session, entry, views)
-                if place in stale:
-                    snapshots.append(write_snapshot(folder, session, place, stale[place].time, generation))
-        if save is not None:
-            session.save(save)
-        without = replace(index, generation=generation, snapshots=tuple(snapshots), parts=tuple(parts))
-        switch(folder, without)
-    except BaseException:
-        remove_others(folder, read_index(folder))  # whichever is the current one
-        raise
-    return session, without
+    session = load(snapshot_file(folder, start))
+    stale = {snapshot.number: snapshot for snapshot in index.snapshots if snapshot.number > number}
+    snapshots = [snapshot for snapshot in index.snapshots if snapshot.number <= number]
+    parts = [part for part in index.parts if part.number < start.number]
+    for part in index.parts[len(parts) :]:
+        records = read_records(folder, part)
+        if part.number <= number < part.number + part.images:
+            entry = records[number - part.number][0]
+            _check_learned(folder, entry)
+            records[number - part.number] = replace(entry, name=None, status=UNLEARNED), None
+            part = write_part(folder, records, part.number, generation)
+        parts.append(part)
+        for place, (entry, views) in enumerate(records, part.number + 1):
+            _repeat(session, entry, views)
+            if old := stale.get(place):
+                snapshots.append(write_snapshot(folder, session, place, old.time, generation, old.seam))
+    return session, replace(index, generation=generation, snapshots=tuple(snapshots), parts=tuple(parts))
 
 
 def _check_learned(folder: Path, entry: Entry) -> None:
