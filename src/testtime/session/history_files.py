@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -208,6 +208,17 @@ def _digest(path: Path) -> str:
     return hashlib.sha256(files.read_bytes(path)).hexdigest()
 
 
+def read_history(folder: Path) -> tuple[Index, list[Entry]]:
+    """The index and all images of a history; one that a run is writing is read as it is at some moment."""
+    while True:
+        index = read_index(folder)
+        try:
+            return index, read_entries(folder, index)
+        except StateError:
+            if read_index(folder) == index:
+                raise
+
+
 def read_entries(folder: Path, index: Index) -> list[Entry]:
     """All images of a history, without their views."""
     return [entry for part in index.parts for entry in _entries(folder, part)[0]]
@@ -299,9 +310,21 @@ def next_generation(folder: Path) -> int:
 def check_folder(folder: Path) -> None:
     """Refuse a folder of other files: a history has its own."""
     files.check_folder(folder)
-    visible = (path for path in folder.iterdir() if not path.name.startswith("."))
+    visible = (path for path in sorted(folder.iterdir()) if not path.name.startswith("."))
     if other := next((path for path in visible if path.name != INDEX and not NAME.fullmatch(path.name)), None):
         raise InputError(f"{folder} holds {other.name}, which is no file of a history; give a folder of its own.")
+
+
+def check_outputs(folder: Path, outputs: Mapping[str, Path | None], may_exist: bool) -> None:
+    """Refuse a folder for a history that holds other files or one already, and other outputs in it, by option."""
+    if (folder / INDEX).exists() and not may_exist:
+        raise InputError(
+            f"--history {folder} already exists: --force overwrites it, --resume STATE continues it; or use another."
+        )
+    check_folder(folder)
+    for option, path in outputs.items():
+        if path is not None and path.resolve().parent == folder.resolve():
+            raise InputError(f"{option} {path} is in the folder of the history, which has its own files; use another.")
 
 
 def bounded(index: Index) -> Index:
