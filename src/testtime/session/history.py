@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from testtime import files
+from testtime.machine.interrupts import deferred_interrupts
 from testtime.session import history_files
 from testtime.session.history_files import ANSWERED, INDEX, SKIPPED, Entry, Index, Record, Snapshot
 from testtime.session.history_replay import Image, Load, number_before, rebuilt, without
@@ -158,14 +159,19 @@ class History:
             with _removing_leftovers(self.folder):
                 session, index = without(self.folder, self._index, image, self._load)
                 session.position = self.session.position
-                try:
-                    history_files.switch(self.folder, index)
-                finally:  # an error may come before the switch or after it: the session follows the folder
-                    self._index = history_files.read_index(self.folder)
-                    if self._index.generation == index.generation:
-                        self.session.adopt(session)
-                        self._count = session.count
+                self._follow(session, index)
             return self.session
+
+    def _follow(self, session: Session, index: Index) -> None:
+        """Make an index the current one, and the session what it says; an error may come before the switch or after."""
+        with deferred_interrupts():
+            try:
+                history_files.switch(self.folder, index)
+            finally:
+                self._index = history_files.read_index(self.folder)
+                if self._index.generation == index.generation:
+                    self.session.adopt(session)
+                    self._count = session.count
 
     def _load(self, path: Path) -> Session:
         """A snapshot, in the company of the session: its encoder, its device."""
@@ -302,9 +308,10 @@ def unlearn(
         index = history_files.read_index(folder)
         with _removing_leftovers(folder):
             session, index = without(folder, index, image, _loading(task, device, index))
-            if save is not None:
-                session.save(save)
-            history_files.switch(folder, index)
+            with deferred_interrupts():
+                if save is not None:
+                    session.save(save)
+                history_files.switch(folder, index)
     return session
 
 
