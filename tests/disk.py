@@ -24,8 +24,9 @@ class Disk:
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.folder = folder
         self.left: dict[Left, None] = {}
-        self.held: list[int] = []  # keeps file descriptors from being reused
-        self.synced = {path.stat().st_ino: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        there = [path for path in folder.rglob("*") if path.is_file()]
+        self.held = [os.open(path, os.O_RDONLY) for path in there]  # keeps the numbers of files from being reused
+        self.synced = {path.stat().st_ino: path.read_bytes() for path in there}
         self.names = {path: self._entries(path) for path in (folder, *folder.rglob("*")) if path.is_dir()}
         for owner, name in (
             (os, "fsync"), (os, "replace"), (os, "truncate"), (os, "unlink"), (journals.Rows, "_write"),

@@ -237,3 +237,34 @@ def test_an_error_while_it_records_loses_no_image(toy: Any, tmp_path: Path, monk
             assert saved(session) == saved(history.rollback()) == known[-1]
             for entry in history.images():
                 assert saved(history.rollback(before=entry.index)) == known[entry.index]
+
+
+def test_a_process_killed_after_such_an_error_leaves_a_whole_history(
+    toy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task, stream = toy[0], toy[1][:8]
+    known = moments(Session(task, "dpe"), list(stream))
+    checked = set()
+    for last in range(1, 12):
+        calls, folder, session = iter(range(1, 1000)), tmp_path / str(last), Session(task, "dpe")
+
+        def fails(descriptor: int, last: int = last, calls: Iterator[int] = calls) -> None:
+            if next(calls) == last:
+                raise OSError(errno.EIO, "Input/output error")
+
+        with History(session, folder, every=3) as history, monkeypatch.context() as patch:
+            patch.setattr(files.os, "fsync", fails)
+            disk = Disk(folder, patch)
+            for views in stream:
+                with suppress(InputError, OSError):
+                    session.step(views)
+                    history.flush()
+        for left in lefts(disk):
+            content = (
+                (left / "history.json").read_bytes(),
+                *(left.joinpath(name).read_bytes() for name in names_in(left, "images")),
+            )
+            if content not in checked:
+                checked.add(content)
+                session = rollback(left)
+                assert saved(session) == known[session.position]
