@@ -241,12 +241,12 @@ EXPERIMENTS: dict[str, Experiment] = {
     "streams": Experiment(
         "Where adapting online hurts: hard streams, with and without the guard",
         (
-            Row("zero-shot", "zeroshot"),
-            Row("DPE"),
-            Row("TDA", "tda"),
-            Row("DMN-ZS", "dmn"),
-            Row("DOTA", "dota", slow=True),
-            Row("MCP", "mcp", slow=True),
+            Row("zero-shot", "zeroshot", text="given"),
+            Row("DPE", text="given"),
+            Row("TDA", "tda", text="given"),
+            Row("DMN-ZS", "dmn", text="given"),
+            Row("DOTA", "dota", text="given", slow=True),
+            Row("MCP", "mcp", text="given", slow=True),
         ),
         views=1, seeds=tuple(range(1, 21)), measure="streams",
         note="Every image has one view, and every method the same prompts.",
