@@ -14,6 +14,7 @@ LAYERS = (
     {"images": 0, "text": 2},
     {"datasets": 0, "encoding": 1, "methods": 2},
     {"steppers": 2},
+    {"guard": 2},
     {"session": 1},
     {"report": 1},
     {"experiments": 0, "doctor": 1},

@@ -129,6 +129,7 @@ METHODS: Kind[type[Any]] = Kind(
         "dmn": Entry("testtime.methods.dmn:DMN"),
         "dota": Entry("testtime.methods.dota:DOTA"),
         "dpe": Entry("testtime.methods.dpe:DPE"),
+        "evidence": Entry("testtime.methods.evidence:Evidence"),
         "mcp": Entry("testtime.methods.mcp:MCP"),
         "mta": Entry("testtime.methods.mta:MTA"),
         "tda": Entry("testtime.methods.tda:TDA"),

@@ -120,6 +120,43 @@ class Task:
         return self.scale * (views @ self.text.T)
 
 
+UNKNOWN = "unknown"  # the answer for a foreign image, if asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What the guard decided on one image, and why."""
+
+    index: int  # the image's position in the input
+    answer: str  # adapted, blended, frozen or unknown
+    refused: str  # why the image taught the method nothing; empty if it was offered to it
+    adapted: int  # the class that the method answers
+    frozen: int  # the class that the frozen classifier answers
+    known: float  # the frozen classifier's confidence: low for images of none of the classes
+    trust: float  # weight of adapted answers, 0 to 1
+    disagreement: float  # share of recent images whose adapted answer differs from the frozen one
+    drift: bool  # whether this image raised the alarm
+
+    @property
+    def learned(self) -> bool:
+        """Whether the image was offered to the method, which may still find nothing in it to learn."""
+        return not self.refused
+
+    @property
+    def disputed(self) -> bool:
+        """Whether the method and the frozen classifier answer differently."""
+        return self.adapted != self.frozen
+
+    def words(self, classnames: Sequence[str]) -> str:
+        """The decision for people to read."""
+        said = self.answer
+        if self.disputed:
+            said += f" ({classnames[self.adapted]}, not {classnames[self.frozen]})" if self.answer == "adapted" else ""
+            said += f" (not {classnames[self.adapted]})" if self.answer == "frozen" else ""
+        parts = [said, *([f"not learned from: {self.refused}"] if self.refused else [])]
+        return "; ".join([*parts, *(["alarm: the stream has changed"] if self.drift else [])])
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Prediction:
     """One image's answer, beside that of the frozen classifier. A notebook draws it as bars."""
@@ -136,6 +173,7 @@ class Prediction:
     logits: Tensor  # (C,), on the CPU
     probabilities: Tensor  # (C,), on the CPU
     classnames: tuple[str, ...]  # those of the task
+    decision: Decision | None = None  # the guard's, if there is one; `label` may then be "unknown"
 
     def __repr__(self) -> str:
         answer, frozen = (display.line(name, 32) for name in (self.label, self.zero_shot))
@@ -149,6 +187,10 @@ class Prediction:
         learned = "learned from" if self.learned else "not learned from"
         bars = display.bars(self.top())
         return f"<div><b>{display.safe(self.label)}</b> ({frozen}; {learned}){bars}</div>"
+
+    def is_right(self, label: int) -> bool:
+        """Whether the answer is the class of that index; "unknown" is not."""
+        return self.index == label and not (self.decision and self.decision.answer == UNKNOWN)
 
     def top(self, count: int = 5) -> list[tuple[str, float]]:
         """The most probable classes, each with its probability, the best first."""
@@ -166,11 +208,13 @@ class Prediction:
         learned: Tensor | bool,
         image: int,
         calibration: Calibration,
+        decision: Decision | None = None,
     ) -> Prediction:
         """The answer from a method's logits (C,), beside that of the frozen classifier for a feature (D,).
 
         Everything is copied from the device at once. Non-finite values are refused; `image` is the image's position in
-        the input. `calibration` is that of the stream, and moves on by this image.
+        the input. `calibration` is that of the stream, and moves on by this image. The logits of a guard, whose
+        `decision` comes with them, are logits for every method.
         """
         with torch.inference_mode():
             learns = torch.as_tensor(learned).to(logits).reshape(1)
@@ -178,13 +222,14 @@ class Prediction:
         check_finite(method, parts[None], image)
         answer, frozen, learns = parts.split([len(logits), task.classes, 1])
         answer = answer.clone()  # out of inference mode: an ordinary tensor
-        probabilities, zero_shot = method.probabilities(answer), frozen.softmax(-1)
+        probabilities = answer.softmax(-1) if decision else method.probabilities(answer)
+        zero_shot = frozen.softmax(-1)
         check_finite(method, probabilities[None], image)  # they may overflow where logits do not
         index, zero_index = int(answer.argmax()), int(frozen.argmax())
         log_p = log_of(probabilities)
         calibrated = calibration.update(log_p[None], zero_shot[zero_index][None])
         return cls(
-            label=task.classnames[index],
+            label=UNKNOWN if decision and decision.answer == UNKNOWN else task.classnames[index],
             confidence=float(probabilities[index]),
             calibrated=float(calibrated),
             entropy=float(-(probabilities * log_p).sum().clamp_max(0)) or 0.0,
@@ -196,6 +241,7 @@ class Prediction:
             logits=answer,
             probabilities=probabilities,
             classnames=task.classnames,
+            decision=decision,
         )
 
 

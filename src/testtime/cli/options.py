@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from testtime import types
     from testtime.datasets import Dataset
     from testtime.encoding.encoders import Deferred
+    from testtime.guard import Guard
 
 
 def flag(*names: str, help: str, **others: Any) -> Any:
@@ -213,6 +214,41 @@ Logs = Annotated[
 ]
 Force = Annotated[bool, flag("--force", help="Overwrite files that exist.")]
 Strict = Annotated[bool, flag("--strict", help="Stop at an image that cannot be read instead of skipping it.")]
+
+
+GuardOn = Annotated[
+    bool,
+    flag("--guard", help="Guard against harm: bad images teach nothing, and unsupported answers are taken back."),
+]
+GuardSettings = Annotated[
+    list[str] | None,
+    typer.Option("--guard-set", metavar="KEY=VALUE", help="A setting of the guard, such as budget=0; can be repeated."),
+]
+Reject = Annotated[
+    bool, flag("--reject", help="Answer 'unknown' for images that look like none of the classes; turns the guard on.")
+]
+Labelled = Annotated[
+    int,
+    typer.Option(
+        "--labelled",
+        metavar="N",
+        help="Give the guard up to N true labels, of images where adapted and frozen answers differ; turns it on.",
+    ),
+]
+
+
+def guard_of(guard: bool, settings: list[str] | None, reject: bool, labelled: int) -> Guard | None:
+    """The guard that these options ask for, if any does."""
+    from testtime import guard as guards
+    from testtime.registry import read_setting
+
+    if labelled < 0:
+        raise InputError(f"--labelled {labelled}: must be 0 or more.")
+    chosen = pairs(settings, "--guard-set", "budget=0") | ({"reject": True} if reject else {})
+    if not (guard or chosen or labelled):
+        return None
+    read: dict[str, Any] = {key: read_setting(guards.Guard, key, value) for key, value in chosen.items()}
+    return guards.Guard(**read)
 
 
 def method_of(name: str, preset: str | None, settings: list[str] | None, start: dict[str, object] | None = None) -> Any:

@@ -32,6 +32,10 @@ def replay(
     method: options.MethodName = "dpe",
     settings: options.Settings = None,
     preset: options.Preset = None,
+    guard: options.GuardOn = False,
+    guard_settings: options.GuardSettings = None,
+    reject: options.Reject = False,
+    labelled: options.Labelled = 0,
     recorded: Annotated[
         bool, options.flag("--recorded", help="Use the settings in the file's metadata under 'hp.'.")
     ] = False,
@@ -74,8 +78,15 @@ def replay(
     refuse_existing({"--out": output, "--report": report}, force)
     chosen = replays.recorded_settings(store, method) if recorded else {}
     made = options.method_of(method, preset, settings, chosen)
+    guarded = options.guard_of(guard, guard_settings, reject, labelled)
+    if guarded is not None and (oracle or report is not None):
+        raise InputError("--guard goes with neither --report nor --oracle here; leave out one.")
     with progress("images", min(len(store), limit or len(store)), quiet=as_json) as advance:
-        replay_store = oracles.replay if oracle else partial(replays.replay, keep_logits=output is not None)
+        replay_store = (
+            oracles.replay
+            if oracle
+            else partial(replays.replay, keep_logits=output is not None, guard=guarded, labelled=labelled)
+        )
         result = replay_store(
             store,
             made,
@@ -108,6 +119,9 @@ def replay(
         f"{summary['n']} images of {len(store.classnames)} classes, {per_image:.2f} ms each in the method; "
         f"{result.loading:.1f} s of warm-up: loading, compiling, graph capture."
     )
+    for line in (result.guard if guarded else None, result.late):
+        if line is not None:
+            err.print(escape(str(line)), highlight=False, soft_wrap=True)
     table = Table("", "accuracy", box=None, pad_edge=False)
     table.add_row("zero-shot", percent(summary["zero_shot_accuracy"]))
     table.add_row(f"[bold]{summary['method']}[/]", f"[bold]{percent(summary['accuracy'])}[/]")

@@ -18,8 +18,9 @@ from testtime.cli.terminal import Watch, counted, err, note, opened, percent, pr
 from testtime.errors import InputError, Interrupted
 
 if TYPE_CHECKING:
+    from testtime.guard import Guard
     from testtime.report.record import Record
-    from testtime.session.journal import Tally
+    from testtime.session.journal import LateLabels, Tally
     from testtime.session.session import Session
     from testtime.types import Method, StoredImage
 
@@ -37,6 +38,10 @@ def run(
     method: options.MethodName = "dpe",
     settings: options.Settings = None,
     preset: options.Preset = None,
+    guard: options.GuardOn = False,
+    guard_settings: options.GuardSettings = None,
+    reject: options.Reject = False,
+    labelled: options.Labelled = 0,
     template: options.Templates = None,
     descriptions: options.Descriptions = None,
     prompts: options.Prompts = None,
@@ -97,6 +102,7 @@ def run(
     data, names, labels = options.source_of(images, root, classes, classes_file, every, own)
     # mistakes in names and settings show before the encoder is loaded
     chosen = options.method_of(method, preset, settings)
+    guarded = options.guard_of(guard, guard_settings, reject, labelled)
     order = options.ordered(len(data), shuffle, seed, limit)
     paths, labels = [data.paths[i] for i in order], [labels[i] for i in order]
     source, count = options.variations_of(variations, views, paths, find_device(device))
@@ -112,13 +118,14 @@ def run(
         task = options.task_of(loaded, names, *texts, tower)
     if task is not None and resume is None:
         session = Session(
-            task, chosen, encoder=loaded, views=count, augmix=augmix, seed=seed, variations=source, reference=reference
-        )
+            task, chosen, encoder=loaded, views=count, augmix=augmix, seed=seed, variations=source, reference=reference,
+            guard=guarded,
+        )  # fmt: skip
     elif resume is not None:
         session = Session.load(
             resume, task, encoder=loaded, variations=source, device=options.steps_on(device), reference=reference
         )
-        _print_resumed(context, session, resume, chosen, count)
+        _print_resumed(context, session, resume, chosen, count, guarded)
     about = {"name": data.name, "order": f"shuffled, seed {seed}" if shuffle else "as given"}
     _classify(context, session, paths, labels, outputs, style, resume, about)
 
@@ -165,11 +172,14 @@ def _check_outputs(
         refuse_existing({"--save": outputs.state}, force)
 
 
-def _print_resumed(context: typer.Context, session: Session, resume: Path, method: Method, views: int) -> None:
+def _print_resumed(
+    context: typer.Context, session: Session, resume: Path, method: Method, views: int, guard: Guard | None
+) -> None:
     plan = session.plan
-    own = f"{session.method.name}, {counted(plan.count, 'view')}{', AugMix' * plan.augmix}, seed {plan.seed}"
+    views_of = f"{counted(plan.count, 'view')}{', AugMix' * plan.augmix}, seed {plan.seed}"
+    own = f"{session.method.name}{', guarded' * (session.guard is not None)}, {views_of}"
     note(f"Resuming {resume} after {counted(session.count, 'image')} with its own settings: {own}.")
-    if ignored := _ignored_options(context, session, method, views):
+    if ignored := _ignored_options(context, session, method, views, guard):
         note(f"note: {', '.join(ignored)} ignored in favour of the saved state; start without --resume to use it.")
 
 
@@ -185,7 +195,7 @@ def _classify(
 ) -> None:
     """Run the session over images, and write what was asked for; an interrupt keeps everything up to it."""
     from testtime.session.answers import appendable
-    from testtime.session.journal import Journal, Rows, Tally, no_earlier_run, read_earlier_run
+    from testtime.session.journal import Journal, LateLabels, Rows, Tally, no_earlier_run, read_earlier_run
     from testtime.session.logs import open_log
 
     with appendable(outputs.rows, resume is not None) as file:
@@ -203,6 +213,12 @@ def _classify(
         config.keep(context, outputs.rows, bool(before.rows))
         tally = Tally(labels, session.position)
         session.observers.append(tally)
+        late = None
+        if budget := context.params["labelled"]:
+            if session.guard is None or not any(label is not None for label in labels):
+                raise InputError(f"--labelled {budget}: needs a guard, and images whose class is known.")
+            late = LateLabels(session, labels, budget, session.position)
+            session.observers.append(late)
         for where in context.params["log"] or ():
             context.with_resource(open_log(where, session, labels, on_failure=lambda line: note(f"note: {line}")))
         record = None
@@ -230,7 +246,7 @@ def _classify(
     if outputs.report is not None and record is not None and tally.images:
         about["order"] += f", interrupted after {tally.images:,} of {len(paths):,} images" * stopped
         _write_report(outputs.report, record, **about)
-    _print_tally(tally, session, outputs, context.params["json_summary"])
+    _print_tally(tally, session, outputs, late, context.params["json_summary"])
     if stopped:
         then = _how_to_resume(outputs.state, outputs.rows)
         raise Interrupted(f"Interrupted after {tally.images:,} of {len(paths):,} images. {then}")
@@ -240,9 +256,13 @@ def _print_skipped(_: object, error: InputError) -> None:
     err.print(f"[yellow]skipped[/] {escape(str(error))}", soft_wrap=True)
 
 
-def _ignored_options(context: typer.Context, session: Session, method: Method, views: int) -> list[str]:
+def _ignored_options(
+    context: typer.Context, session: Session, method: Method, views: int, guard: Guard | None
+) -> list[str]:
     """The options given that differ from the saved session, which takes precedence."""
-    other = {
+    if session.guard is not None:
+        method = session.guard.anchored(method)
+    other = dict.fromkeys(("guard", "guard_settings", "reject"), guard != session.guard) | {
         "method": method.name != session.method.name,
         "preset": method != session.method,
         "settings": method != session.method,
@@ -285,11 +305,13 @@ def _write_report(file: Path, record: Record, name: str, order: str) -> None:
     write_atomic(file, html([made], about, "testtime run"))
 
 
-def _print_tally(tally: Tally, session: Session, outputs: Outputs, as_json: bool) -> None:
+def _print_tally(tally: Tally, session: Session, outputs: Outputs, late: LateLabels | None, as_json: bool) -> None:
     rows, state, report, _ = outputs
     report = report if tally.images else None
     about = tally.summary() | {"method": session.method.name, "state": str(state) if state else None}
     about |= {"report": str(report)} if report else {}
+    about |= {"guard": tally.guard.summary()} if session.guard else {}
+    about |= {"labels_used": late.spent, "proven": session.proven} if late else {}
     if as_json:
         print(json.dumps(about), file=sys.stderr)
         return
@@ -305,6 +327,9 @@ def _print_tally(tally: Tally, session: Session, outputs: Outputs, as_json: bool
         highlight=False,
         soft_wrap=True,
     )
+    for line in (tally.guard if session.guard else None, late):
+        if line is not None:
+            err.print(escape(str(line)), highlight=False, soft_wrap=True)
     if labelled:
         err.print(
             f"accuracy on {counted(labelled, 'image')} whose class is known: "

@@ -245,6 +245,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             Row("DPE", text="given"),
             Row("TDA", "tda", text="given"),
             Row("DMN-ZS", "dmn", text="given"),
+            Row("evidence", "evidence", text="given"),
             Row("DOTA", "dota", text="given", slow=True),
             Row("MCP", "mcp", text="given", slow=True),
         ),

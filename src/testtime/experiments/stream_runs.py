@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib import import_module
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,11 +15,12 @@ from testtime.calibration import Calibration
 from testtime.experiments.lab import Record
 from testtime.experiments.scenarios import FOREIGN, Stream
 from testtime.session.session import Session
-from testtime.types import Method, MissingPart, Task, log_of
+from testtime.types import Decision, Method, Task, log_of
 
 CHUNK = 64  # images between two chances to interrupt a run
 WINDOW = 200  # images of which the worst accuracy is recorded
-TRIED = 3  # candidates that an attacker tries at each of its turns
+LOOKS = 32  # how often an attacker looks at the state, about; in between it sends more of what did most harm
+TRIED = 3  # candidates that it tries then
 PROBES = 3  # images of the attacked class whose margin it wants to lower
 
 
@@ -29,7 +29,7 @@ class Answers(NamedTuple):
 
     logits: Tensor  # (n, C)
     rows: Tensor  # (n,) what came: the stream's rows, and an attacker's choices
-    decisions: list[Any]  # the guard's, one for each image; none without a guard
+    decisions: list[Decision]  # the guard's, one for each image; none without a guard
 
 
 def task_of(task: Task, stream: Stream) -> Task:
@@ -40,24 +40,19 @@ def task_of(task: Task, stream: Stream) -> Task:
     return replace(task, text=task.text[stream.classes], classnames=names)
 
 
-def make_guard() -> Any:
-    """The guard with its default settings."""
-    try:
-        return import_module("testtime.guard").Guard()
-    except ModuleNotFoundError:
-        raise MissingPart("this version of testtime has no guard") from None
-
-
 def run_stream(task: Task, method: Method, stream: Stream, guarded: bool) -> Answers:
     """A method over a stream from the start, learning along the way; `task` is the stream's own."""
-    guard: dict[str, Any] = {"guard": make_guard()} if guarded else {}
-    session: Any = Session(task, method, **guard)
-    rows, logits, decisions = stream.rows.clone(), list[Tensor](), list[Any]()
+    session = Session(task, method, guard=guarded)
+    rows, logits, decisions = stream.rows.clone(), list[Tensor](), list[Decision]()
+    turns = 0 if stream.turns is None else int(stream.turns.sum())
+    every, chosen = max(1, turns // LOOKS), 0
     for start, stop, turn in _parts(stream):
         if turn is not None:
-            rows[start] = most_harmful(session, stream, turn)
+            look, since = divmod(turn, every)
+            chosen = chosen if since else most_harmful(session, stream, look)
+            rows[start] = stream.candidates[(chosen + since * stream.recipes) % len(stream.candidates)]
         logits.append(session.scan(stream.features[rows[start:stop], None]))
-        decisions += session.decisions[start - stop :] if guarded else []
+        decisions += session.decisions
     return Answers(torch.cat(logits), rows, decisions)
 
 
@@ -72,23 +67,22 @@ def _parts(stream: Stream) -> Iterator[tuple[int, int, int | None]]:
         begin = turn + 1
 
 
-def most_harmful(session: Session, stream: Stream, turn: int) -> int:
-    """The candidate after which a session, which stays as it is, has the lowest margin for the attacked class.
+def most_harmful(session: Session, stream: Stream, look: int) -> int:
+    """The number of the candidate after which a session has the lowest margin for the attacked class.
 
-    An attacker tries a few at each turn on copies of the session, and looks at some of the class's images.
+    An attacker tries a few, other ones at each look, on copies of the session, and sees some of the class's images.
     """
-    assert stream.candidates is not None
     own = stream.rows[stream.scored & (stream.labels == stream.attacked)][:PROBES]
-    tried = [stream.candidates[(TRIED * turn + each) % len(stream.candidates)] for each in range(TRIED)]
+    tried = [(TRIED * look + each) % len(stream.candidates) for each in range(TRIED)]
 
-    def margin(row: Tensor) -> float:
+    def margin(candidate: int) -> float:
         copy = session.fork()
-        copy.scan(stream.features[row][None, None])
+        copy.scan(stream.features[stream.candidates[candidate]][None, None])
         logits = torch.stack([copy.predict(stream.features[probe]).logits for probe in own])
         others = logits.index_fill(1, torch.tensor([stream.attacked]), -torch.inf).amax(1)
         return float((logits[:, stream.attacked] - others).mean())
 
-    return int(min(tried, key=margin))
+    return min(tried, key=margin)
 
 
 def score(task: Task, method: Method, stream: Stream, answers: Answers) -> Record:
@@ -98,7 +92,9 @@ def score(task: Task, method: Method, stream: Stream, answers: Answers) -> Recor
     only for AUROC and FPR95 are scored images of the classes told from foreign ones.
     """
     frozen = task.zero_shot(stream.features[answers.rows])  # one product for the whole stream
-    probabilities, predictions = method.probabilities(answers.logits), answers.logits.argmax(-1)
+    # a guard's answers are logits, whatever the method's scores are
+    probabilities = answers.logits.softmax(-1) if answers.decisions else method.probabilities(answers.logits)
+    predictions = answers.logits.argmax(-1)
     confidence = probabilities.gather(1, predictions[:, None])[:, 0]
     calibrated = Calibration().update(log_of(probabilities), frozen.softmax(-1).amax(-1))
     inside = stream.scored & (stream.labels != FOREIGN)

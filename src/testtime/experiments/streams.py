@@ -9,7 +9,6 @@ import json
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, is_dataclass
 from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
@@ -22,10 +21,11 @@ from testtime.experiments.lab import NOT_RUN, Record, fingerprint, read_bytes, s
 from testtime.experiments.plan import Plan, Work
 from testtime.experiments.scenarios import RECIPE, Images, make_stream
 from testtime.experiments.sources import Source, find_sources
-from testtime.experiments.stream_runs import WINDOW, make_guard, run_stream, score, task_of
+from testtime.experiments.stream_runs import LOOKS, PROBES, TRIED, WINDOW, run_stream, score, task_of
 from testtime.experiments.stream_tables import remarks as remarks  # these three show the measure
 from testtime.experiments.stream_tables import section as section
 from testtime.experiments.stream_tables import sheets as sheets
+from testtime.guard import Guard
 from testtime.machine.threads import workers
 from testtime.steppers import parallel_steppers
 from testtime.types import InputError, Method, MissingPart
@@ -53,7 +53,7 @@ def run(work: Work) -> Record:
     if isinstance(plan, str):
         raise InputError(plan)
     sources = find_sources(plan, [each for each in datasets if not isinstance(each, str)], work.foreign)
-    guard = _guard()
+    guard = registry.settings_of(Guard())
     cells = list(_cells(plan, sources, [row for row in work.rows if not row.invalid], guard))
     results = list(_results(plan, cells))
     rows = [_head(cell) | result for cell, result in zip(cells, results, strict=True)]
@@ -105,25 +105,17 @@ def _place(row: Record) -> tuple[str, str, str]:
     return row["column"], row["stream"], row["row"]
 
 
-def _guard() -> object:
-    """The guard's settings; None: there is no guard."""
-    try:
-        guard = make_guard()
-    except MissingPart:
-        return None
-    return asdict(guard) if is_dataclass(guard) else repr(guard)  # type: ignore[arg-type]
-
-
-def _cells(plan: Plan, sources: Sequence[Source], rows: Sequence[Row], guard: object) -> Iterator[Cell]:
+def _cells(plan: Plan, sources: Sequence[Source], rows: Sequence[Row], guard: Record) -> Iterator[Cell]:
     """Every cell, with the guard off and on; a method that remembers nothing has nothing to guard."""
     for source in sources:
         for kind in source.kinds:
             for row in rows:
                 method = plan.method(row.method, source.entry, row.settings)
                 about = source.about | {"stream": kind, "made": RECIPE, "orders": list(plan.seeds)}
+                about |= {"attacker": [LOOKS, TRIED, PROBES]} if kind.startswith("attacker") else {}
                 about |= {"method": method.name, "settings": registry.settings_of(method)}
                 yield Cell(source, kind, row, False, method, about | {"guard": None})
-                if guard is not None and getattr(method, "remembers", True):
+                if getattr(method, "remembers", True):
                     yield Cell(source, kind, row, True, method, about | {"guard": guard})
 
 

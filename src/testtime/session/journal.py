@@ -20,15 +20,16 @@ from testtime.errors import UNENCODABLE
 from testtime.machine.interrupts import deferred_interrupts
 from testtime.metrics import Accuracy
 from testtime.session.session import Seen, Session
-from testtime.types import InputError, Prediction, StateError, StoredImage
+from testtime.types import UNKNOWN, Decision, InputError, Prediction, StateError, StoredImage
 
 COLUMNS = (
     "index", "image", "label", "confidence", "calibrated_confidence", "entropy", "zero_shot", "zero_shot_confidence",
     "learned",
     "truth",  # the image's own class; None where it is unknown, as is `correct`
     "correct",
+    "guard",  # what the guard decided, in words; None without one
 )  # fmt: skip
-NAMES = ("image", "label", "zero_shot", "truth")  # columns of text
+NAMES = ("image", "label", "zero_shot", "truth", "guard")  # columns of text
 JOURNAL = "run"  # metadata key of a saved state: which images it has seen, and which rows belong to it
 AUTOSAVE = 200  # images between two saves of the state: the most that a crash can lose
 FORMULAS = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet evaluates a cell that starts with one of these
@@ -51,7 +52,8 @@ def row(
         "zero_shot_confidence": round(prediction.zero_shot_confidence, 6),
         "learned": prediction.learned,
         "truth": None if label is None else classnames[label],
-        "correct": None if label is None else prediction.index == label,
+        "correct": None if label is None else prediction.is_right(label),
+        "guard": None if prediction.decision is None else prediction.decision.words(prediction.classnames),
     }
 
 
@@ -65,6 +67,7 @@ class Tally:
         self._labels, self._start = labels, start
         self.images = self.learned = self.changed = self.skipped = 0  # changed: answers that differ from zero-shot
         self.accuracy, self.zero_shot_accuracy = Accuracy(), Accuracy()
+        self.guard = GuardTally()
 
     def __call__(self, seen: Seen) -> None:
         """Count one image."""
@@ -74,12 +77,12 @@ class Tally:
         self.images += 1
         self.learned += prediction.learned
         self.changed += prediction.index != prediction.zero_shot_index
+        self.guard.count(prediction.decision)
         if (label := self._labels[seen.index - self._start]) is not None:
-            truth = torch.tensor([label])
-            self.accuracy.update(torch.tensor([prediction.index]), truth)
-            self.zero_shot_accuracy.update(torch.tensor([prediction.zero_shot_index]), truth)
+            self.accuracy.update(torch.tensor([prediction.is_right(label)]), torch.tensor([True]))
+            self.zero_shot_accuracy.update(torch.tensor([prediction.zero_shot_index]), torch.tensor([label]))
 
-    def summary(self) -> dict[str, float | None]:
+    def summary(self) -> dict[str, object]:
         """The tally as plain data; accuracies are fractions, None if no image has a label."""
         labelled = self.accuracy.images
         return {
@@ -92,6 +95,66 @@ class Tally:
             "accuracy": self.accuracy.compute() if labelled else None,
             "zero_shot_accuracy": self.zero_shot_accuracy.compute() if labelled else None,
         }
+
+
+class GuardTally:
+    """What the guard did, in numbers."""
+
+    def __init__(self) -> None:
+        self.answers: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()
+        self.alarms: list[int] = []  # positions in the input of the images that raised one
+
+    def count(self, decision: Decision | None) -> None:
+        """Count one decision."""
+        if decision is None:
+            return
+        # a frozen answer where both agree is not the guard's doing
+        self.answers[decision.answer if decision.disputed or decision.answer == UNKNOWN else "agreed"] += 1
+        self.refused.update([decision.refused] if decision.refused else [])
+        self.alarms += [decision.index] if decision.drift else []
+
+    def summary(self) -> dict[str, object]:
+        """The counts as plain data."""
+        return {"answers": dict(self.answers), "refused": dict(self.refused), "alarms": self.alarms}
+
+    def __str__(self) -> str:
+        vetoed, refused = self.answers["frozen"], sum(self.refused.values())
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in self.refused.most_common())
+        parts = [
+            f"{vetoed:,} changed {'answer' if vetoed == 1 else 'answers'} taken back",
+            f"{refused:,} images kept from teaching{f' ({reasons})' if reasons else ''}",
+            *([f"{self.answers[UNKNOWN]:,} answered unknown"] if self.answers[UNKNOWN] else []),
+            *([f"alarm at image {', '.join(map(str, self.alarms))}: the stream changed"] if self.alarms else []),
+        ]
+        return "guard: " + "; ".join(parts)
+
+
+class LateLabels:
+    """An observer that gives the guard the labels of some images, as a person who is asked for them would.
+
+    They are spent on images where the method and the frozen classifier differ: only those say which is better.
+    """
+
+    def __init__(self, session: Session, labels: Sequence[int | None], budget: int, start: int = 0) -> None:
+        """`labels` begin at the image of index `start` in the input; None where unknown."""
+        self.session, self._labels, self.budget, self._start = session, labels, budget, start
+        self.spent = 0
+
+    def __call__(self, seen: Seen) -> None:
+        """Spend a label on an image, if it is worth one."""
+        if seen.prediction is not None:
+            self.offer(seen.prediction.decision)
+
+    def offer(self, decision: Decision | None) -> None:
+        """Spend a label on the image that was decided on, if it is worth one."""
+        if decision is not None and decision.disputed and self.spent < self.budget:
+            label = self._labels[decision.index - self._start]
+            self.spent += label is not None and self.session.label(decision.index, label)
+
+    def __str__(self) -> str:
+        labels = f"{self.spent:,} label{'' if self.spent == 1 else 's'} of {self.budget:,} used"
+        return f"{labels}: {self.session.proven or 'nothing proven yet'}"
 
 
 class Rows:

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from testtime import registry
 from testtime.encoding.store import Features
+from testtime.guard import Guard
 from testtime.metrics import accuracy
+from testtime.session.journal import GuardTally, LateLabels
 from testtime.session.order import shuffled
 from testtime.session.session import Session
 from testtime.types import InputError
@@ -32,6 +34,8 @@ class Replay:
     seconds: float  # spent in the method
     loading: float  # seconds of warm-up before the first image: loading, compiling, graph capture
     session: Session
+    guard: GuardTally
+    late: LateLabels | None  # labels that the guard was given
 
     def summary(self) -> dict[str, Any]:
         """The run in plain data; accuracies are fractions, None without labels."""
@@ -44,7 +48,13 @@ class Replay:
             "seconds": self.seconds,
             "loading_seconds": self.loading,
             "settings": registry.settings_of(self.session.method),
-        }
+        } | self._guard_summary()
+
+    def _guard_summary(self) -> dict[str, Any]:
+        if self.session.guard is None:
+            return {}
+        late = {"labels_used": self.late.spent, "proven": self.session.proven} if self.late else {}
+        return {"guard": registry.settings_of(self.session.guard) | self.guard.summary() | late}
 
 
 def replay(
@@ -60,12 +70,16 @@ def replay(
     seed: int = 0,
     reference: bool = False,
     keep_logits: bool = True,
+    guard: Guard | bool | None = None,
+    labelled: int = 0,
     progress: Callable[[int], None] | None = None,
 ) -> Replay:
     """Run a method over a store, in stored order or shuffled by `seed`; `progress` receives the images done.
 
     `reference` runs the method's own steps, even if there is a faster stepper. The store is read in chunks; only
     predictions, labels and, unless `keep_logits` is off, the logits (by far the largest) grow with it.
+
+    With a `guard`, up to `labelled` of the labels are given to it, after the chunk that their image is in.
     """
     if dtype not in DTYPES:
         raise registry.unknown("dtype", dtype, DTYPES)
@@ -74,10 +88,15 @@ def replay(
     if isinstance(method, str):
         method = registry.make_method(method, preset, settings)
     task = store.task(DTYPES[dtype], device, getattr(method, "needs_tower", False))
-    session = Session(task, method, reference=reference)
+    session = Session(task, method, reference=reference, guard=guard)
     order = (shuffled(len(store), seed) if shuffle else torch.arange(len(store)))[:limit]
     baseline = Session(task, "zeroshot", reference=reference)
     loading = session.warm_up(store.views) + baseline.warm_up(store.views)
+    tally, late = GuardTally(), None
+    if labelled:
+        if store.labels is None or session.guard is None:
+            raise InputError(f"labelled={labelled}: needs a guard, and features with labels.")
+        late = LateLabels(session, store.labels[order].tolist(), labelled)
     predictions, frozen = torch.empty_like(order), torch.empty_like(order)
     logits, done, seconds = torch.empty(0), 0, 0.0
     for chunk in store.chunks(order, dtype=DTYPES[dtype]):
@@ -92,10 +111,14 @@ def replay(
         predictions[rows] = scores.argmax(1)
         frozen[rows] = baseline.scan(chunk[:, :1]).argmax(1).cpu()
         done = session.count
+        for decision in session.decisions:
+            tally.count(decision)
+            if late:
+                late.offer(decision)
         if progress:
             progress(done)
     labels = None if store.labels is None else store.labels[order]
-    return Replay(logits, predictions, frozen, labels, order, seconds, loading, session)
+    return Replay(logits, predictions, frozen, labels, order, seconds, loading, session, tally, late)
 
 
 def recorded_settings(store: Features, method: str) -> dict[str, object]:

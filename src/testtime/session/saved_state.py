@@ -13,8 +13,18 @@ from torch import Tensor
 
 from testtime import files, registry
 from testtime.calibration import Calibration
+from testtime.guard.settings import Guard
 from testtime.steppers import aligned
-from testtime.types import MAX_VIEWS, Encoder, FeatureError, SettingError, StateError, Task, Variations, ViewPlan
+from testtime.types import (
+    MAX_VIEWS,
+    Encoder,
+    FeatureError,
+    SettingError,
+    StateError,
+    Task,
+    Variations,
+    ViewPlan,
+)
 
 if TYPE_CHECKING:
     from testtime.session.session import Session
@@ -46,7 +56,9 @@ def write(path: str | Path, session: Session, infinite: Collection[str], extra: 
         "count": str(session.count),
         "position": str(session.position),
     } | plan.metadata()
-    state = dict(_named_tensors("state", session.state))
+    if session.guard is not None:
+        metadata["guard"] = json.dumps(registry.settings_of(session.guard))
+    state = dict(_named_tensors("state", session.state)) | dict(_named_tensors("guard", session.guard_memory))
     for name, tensor in state.items():
         if problem := _invalid_values(tensor, name in infinite):
             raise StateError(f"'{name}' {problem}, so the state cannot be used; it was not written to {path}.")
@@ -54,9 +66,9 @@ def write(path: str | Path, session: Session, infinite: Collection[str], extra: 
     return files.write_tensors(path, shared | state, extra | metadata)
 
 
-def infinite_parts(state: Any) -> set[str]:
+def infinite_parts(state: Any, prefix: str = "state") -> set[str]:
     """The names of a state's tensors that hold infinity. In an initial state, these are the only ones that ever may."""
-    return {name for name, part in _named_tensors("state", state) if part.isinf().any()}
+    return {name for name, part in _named_tensors(prefix, state) if part.isinf().any()}
 
 
 class Saved:
@@ -87,7 +99,8 @@ class Saved:
         try:
             self.task = Task(text, classnames, scale, encoder)
             self.method = registry.make_method(name, None, settings)
-        except (FeatureError, SettingError, OverflowError) as error:
+            self.guard = Guard(**self._entry("guard", _json(dict))) if "guard" in self._metadata else None
+        except (FeatureError, SettingError, OverflowError, TypeError) as error:
             raise StateError(f"{path} is damaged: {error}") from None
 
     def _entry(self, key: str, read: Callable[[str], T]) -> T:
@@ -131,13 +144,15 @@ class Saved:
                 f"{path} was made with other text prototypes or another logit scale; use the same prompts."
             )
 
-    def state(self, fresh: Any) -> Any:
-        """The state in the file, shaped like `fresh`, the state before the first image."""
-        state, infinite = self._filled("state", fresh), infinite_parts(fresh)
-        for name, tensor in _named_tensors("state", state):
-            if problem := _invalid_values(tensor, name in infinite):
+    def state(self, fresh: Any, name: str = "state") -> Any:
+        """The state in the file, shaped like `fresh`, the state before the first image; or the memory of the guard."""
+        if fresh is None:
+            return None
+        state, infinite = self._filled(name, fresh), infinite_parts(fresh, name)
+        for part, tensor in _named_tensors(name, state):
+            if problem := _invalid_values(tensor, part in infinite):
                 raise StateError(
-                    f"{self.path} is damaged: '{name}' {problem}. Resume from another state, or start again."
+                    f"{self.path} is damaged: '{part}' {problem}. Resume from another state, or start again."
                 )
         return state
 
@@ -147,7 +162,7 @@ class Saved:
         fresh = Calibration()
         if "calibration" not in self._file.keys():
             return fresh
-        sums = self._filled("calibration", fresh.sums).cpu()
+        sums = self._filled("calibration", fresh.sums)
         if not ((sums >= 0) & sums.isfinite()).all():
             raise StateError(f"{self.path} is damaged: 'calibration' holds values that are no sums of confidences.")
         return Calibration(sums)
@@ -158,7 +173,7 @@ class Saved:
             return type(fresh)(*(self._filled(f"{name}.{field}", part) for field, part in fresh._asdict().items()))
         if name not in self._file.keys():
             raise StateError(f"{self.path} lacks '{name}'; it was written by another version, or is damaged.")
-        stored = aligned(self._file.get_tensor(name).to(self._device))
+        stored = aligned(self._file.get_tensor(name).to(fresh.device))
         if stored.shape != fresh.shape or stored.dtype != fresh.dtype:
             raise StateError(
                 f"{self.path}: '{name}' is {stored.dtype} {tuple(stored.shape)}, "
@@ -188,7 +203,9 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _named_tensors(prefix: str, state: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a state under dotted names."""
+    """The tensors of a state under dotted names; none if there is no state."""
+    if state is None:
+        return
     if isinstance(state, Tensor):
         yield prefix, state
         return

@@ -18,12 +18,17 @@ from torch import Tensor
 from testtime import registry
 from testtime.calibration import Calibration
 from testtime.display import in_notebook, line
+from testtime.guard.course import Course
+from testtime.guard.memory import Memory, fresh_memory
+from testtime.guard.settings import Guard, make_guard
+from testtime.guard.stepper import Guarded
 from testtime.machine.interrupts import deferred_interrupts
 from testtime.ops import unit_views
 from testtime.session import saved_state
 from testtime.session.initial_state import initial_state
 from testtime.steppers import Stepper, aligned_task, open_stepper
 from testtime.types import (
+    Decision,
     Encoder,
     InputError,
     Method,
@@ -78,6 +83,9 @@ class Session:
     `predict` and `scan` notify no observers: the first leaves no trace, the second has no answer for each image.
     Observers are not saved, and not copied with a session.
 
+    `guard` protects the answers from harmful adaptation (`testtime.guard`): `True`, or a `Guard` with settings. Its
+    memory is part of the session and saved with it; `decisions` holds what it decided on the images of the last call.
+
     >>> import testtime as tt
     >>> task, stream, labels = tt.toy()
     >>> session = Session(task, "dpe", alpha=4)
@@ -98,6 +106,7 @@ class Session:
         variations: Variations | None = None,
         preset: str | None = None,
         reference: bool = False,
+        guard: Guard | bool | None = None,
         observers: Iterable[Observer] = (),
         **settings: object,
     ) -> None:
@@ -109,13 +118,16 @@ class Session:
             raise InputError(f"Encoder {encoder.name} has feature size {encoder.dim}, the task has {task.dim}.")
         method.check(task)
         self.task = aligned_task(task)
-        self.method = method
+        self.guard = make_guard(guard)
+        self.method = self.guard.anchored(method) if self.guard else method
         self.encoder = encoder
         self.plan = ViewPlan(views, augmix, seed, variations)
         self.reference = reference
         self.observers = list(observers)
         self._lock = threading.RLock()
         self._unusable = ""  # why the state must not be used
+        self._stepper: Stepper | None = None  # opened at the next image
+        self._guard_memory: Memory | None = None
         self.reset()
 
     def __repr__(self) -> str:
@@ -131,8 +143,10 @@ class Session:
     def reset(self) -> None:
         """Forget the stream: back to before the first image."""
         with self._lock:
-            self.state = initial_state(self.method, self.task)
-            self._infinite = saved_state.infinite_parts(self._state)
+            self.state = state = initial_state(self.method, self.task)
+            memory = fresh_memory(self.guard, self.task, state) if self.guard else None
+            self.guard_memory = memory
+            self._infinite = saved_state.infinite_parts(state) | saved_state.infinite_parts(memory, "guard")
             self.calibration = Calibration()
             self.count = self.position = 0
 
@@ -145,8 +159,47 @@ class Session:
     @state.setter
     def state(self, state: Any) -> None:
         with self._lock:
+            self._guard_memory = self.guard_memory
             self._state, self._unusable = state, ""
-            self._stepper: Stepper | None = None  # opened at the next image
+            self._stepper = None
+
+    @property
+    def guard_memory(self) -> Memory | None:
+        """What the guard remembers of the stream; None without a guard."""
+        with self._lock:
+            return self._stepper.memory if isinstance(self._stepper, Guarded) else self._guard_memory
+
+    @guard_memory.setter
+    def guard_memory(self, memory: Memory | None) -> None:
+        with self._lock:
+            self.state = self.state
+            self._guard_memory = memory
+
+    @property
+    def decisions(self) -> list[Decision]:
+        """The guard's decisions on the images of the last call; none without a guard."""
+        return self._stepper.decisions if isinstance(self._stepper, Guarded) else []
+
+    @property
+    def proven(self) -> str:
+        """What late labels have proven: "adapting helps", "adapting harms", or nothing."""
+        memory = self.guard_memory
+        proven = "" if memory is None else Course.of(memory.course).proven
+        return proven and f"adapting {proven}"
+
+    def label(self, index: int, label: int) -> bool:
+        """Give the guard the late label of an image, by its position in the input; whether it was of use.
+
+        Only images on which the method and the frozen classifier differ are of use. Once the labels have proven that
+        adapting helps or harms, they decide which answers are given (`guard.course`).
+        """
+        with self._lock:
+            if self.guard is None:
+                raise InputError("Late labels are for the guard, and this session has none: use Session(guard=True).")
+            if not 0 <= label < self.task.classes:
+                raise InputError(f"Label {label}: must be the index of one of {self.task.classes} classes.")
+            with torch.inference_mode():
+                return isinstance(stepper := self._steps(), Guarded) and stepper.label(index, label)
 
     def fork(self) -> Session:
         """A second session that starts from here and learns on its own."""
@@ -154,8 +207,8 @@ class Session:
 
     def __getstate__(self) -> dict[str, object]:
         with self._lock:
-            own = {"_state": self.state, "_stepper": None, "_lock": None, "calibration": self.calibration.copy()}
-            return {**vars(self), **own, "observers": []}
+            own = {"_state": self.state, "_guard_memory": self.guard_memory, "_stepper": None, "_lock": None}
+            return {**vars(self), **own, "calibration": self.calibration.copy(), "observers": []}
 
     def __setstate__(self, members: dict[str, object]) -> None:
         vars(self).update(members, _lock=threading.RLock())  # a copy has its own lock
@@ -284,8 +337,9 @@ class Session:
         task, plan = file.fit(task, encoder, variations), file.plan
         session = cls(
             task, file.method, encoder=encoder, views=plan.count, augmix=plan.augmix, seed=plan.seed,
-            variations=variations, reference=reference,
+            variations=variations, reference=reference, guard=file.guard,
         )  # fmt: skip
+        session.guard_memory = file.state(session.guard_memory, "guard")
         session.state = file.state(session.state)
         session.calibration = file.calibration
         session.count, session.position = file.count, file.position
@@ -309,7 +363,8 @@ class Session:
     def _prediction(
         self, logits: Tensor, feature: Tensor, learned: Tensor | bool, calibration: Calibration
     ) -> Prediction:
-        return Prediction.of(self.task, self.method, logits, feature, learned, self.position, calibration)
+        decision = self.decisions[0] if self.guard else None
+        return Prediction.of(self.task, self.method, logits, feature, learned, self.position, calibration, decision)
 
     def _notify(self, entry: Encoded, prediction: Prediction | None) -> None:
         """Call every observer; errors are raised after all have been called."""
@@ -322,7 +377,12 @@ class Session:
     def _steps(self) -> Stepper:
         self._check_usable()
         if self._stepper is None:
-            self._stepper = open_stepper(self.task, [self.method], [self._state], reference=self.reference)
+            stepper = open_stepper(self.task, [self.method], [self._state], reference=self.reference)
+            if self.guard is not None and self._guard_memory is not None:
+                stepper = Guarded(self.task, self.method, self.guard, stepper, self._guard_memory)
+            self._stepper = stepper
+        if isinstance(self._stepper, Guarded):
+            self._stepper.index = self.position
         return self._stepper
 
     @contextmanager
