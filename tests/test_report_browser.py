@@ -28,9 +28,9 @@ if CHROMIUM is None:
 OPEN = "for (const d of document.querySelectorAll('details')) d.open = true"
 SIZES = [(1280, 900), (390, 844)]
 # pages of a stream, of images without labels, of two streams as in the demo, of a full matrix, of kinds of experiments:
-# a table of datasets, a table of rows, one with costs, a line, a heat map, a map of the queues
-KINDS = ["full", "bare", "several", "confused", "cross", "components", "efficiency", "steps", "tau-queue", "tsne"]
-ROWS = {"cross": ["CLIP", "DPE"], "efficiency": ["CLIP", "TDA", "DPE"]}
+# a table of datasets, a table of rows, one with costs, a line, a heat map, a map of the queues, gaps on streams
+KINDS = "full bare several confused cross components efficiency steps tau-queue tsne streams".split()
+ROWS = {"cross": ["CLIP", "DPE"], "efficiency": ["CLIP", "TDA", "DPE"], "streams": ["zero-shot", "TDA"]}
 
 
 def images(folder, number):

@@ -159,7 +159,7 @@ def test_crafted_features_fool_the_frozen_classifier_just_so(kind: str) -> None:
     else:
         assert len(answers.unique()) == 4 and float(sure.min()) < 0.91 and float(sure.max()) > 0.99999
         assert stream.turns is not None and torch.equal(stream.turns, crafted)
-        assert stream.candidates is not None and len(stream.candidates) == scenarios.CANDIDATES
+        assert len(stream.candidates) == scenarios.CANDIDATES
         assert torch.isin(stream.rows[stream.turns], stream.candidates).all()
 
 

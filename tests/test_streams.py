@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ from testtime.experiments.sources import SEVERAL, SINGLE, find_domains, open_sto
 from testtime.methods.base import leaves
 from testtime.registry import make_method
 from testtime.session.session import Session
-from testtime.types import FeatureError, InputError, MissingPart
+from testtime.types import FeatureError, InputError
 
 ROWS = ["zero-shot", "DPE", "TDA"]
 FEW = ("sorted", "10% of classes", "open set 50%")  # the second cannot be made of 12 classes
@@ -48,7 +47,8 @@ def run(tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
     def go(folder: str = "out", rows: list[str] = ROWS, kinds: tuple[str, ...] = FEW, **more: Any) -> dict[str, Any]:
         monkeypatch.setattr(sources, "SINGLE", kinds)
-        plan = Plan(tmp_path / folder, load_encoder("tiny"), (1, 2), report=lambda line: None)
+        seeds = more.pop("seeds", (1, 2))
+        plan = Plan(tmp_path / folder, load_encoder("tiny"), seeds, report=lambda line: None)
         stored = open_stored(file)
         return run_experiment("streams", {"tiny": plan}, {stored.name: stored}, rows, **more)
 
@@ -71,66 +71,48 @@ class Decision(NamedTuple):
     answer: str = "frozen"
 
 
-@dataclass(frozen=True)
-class Guard:
-    """One that always gives the frozen answer."""
-
-    strength: float = 1.0
-
-
 class Guarded(Session):
-    """A session with that guard; every third image is refused."""
+    """A session whose guard always gives the frozen answer, and refuses every third image."""
 
-    decisions: list[Decision]
-
-    def __init__(self, task: Any, method: Any, guard: Guard | None = None) -> None:
+    def __init__(self, task: Any, method: Any, guard: bool) -> None:
         super().__init__(task, method)
-        self.wary = guard is not None
+        self.wary, self.told = guard, list[Decision]()
+
+    @property
+    def decisions(self) -> Any:
+        return self.told
 
     def scan(self, stream: torch.Tensor) -> torch.Tensor:
         logits = super().scan(stream)
         if not self.wary:
             return logits
         frozen = self.task.zero_shot(stream[:, 0])
-        self.decisions = [Decision(float(x), k % 3 > 0, "copy" * (k % 3 == 0)) for k, x in enumerate(frozen.amax(-1))]
+        self.told = [Decision(float(x), k % 3 > 0, "copy" * (k % 3 == 0)) for k, x in enumerate(frozen.amax(-1))]
         return frozen
-
-
-@pytest.fixture
-def guard(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_runs, "Session", Guarded)
-    for module in (stream_runs, streams):
-        monkeypatch.setattr(module, "make_guard", Guard)
-
-
-@pytest.fixture
-def no_guard(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing() -> None:
-        raise MissingPart("no guard")
-
-    monkeypatch.setattr(streams, "make_guard", missing)
 
 
 # what is measured
 
 
-def test_every_stream_of_a_file_has_a_record_for_each_method(run: Run, no_guard: None) -> None:
-    result = run(kinds=SINGLE, rows=["zero-shot", "TDA"])
-    assert [row["stream"] for row in result["rows"][::2]] == list(SINGLE) and result["columns"] == ["toy"]
-    assert {row["row"] for row in result["rows"]} == {"zero-shot", "TDA"}
+def test_every_stream_of_a_file_has_a_record_for_each_method(run: Run) -> None:
+    result = run(kinds=SINGLE, rows=["zero-shot", "TDA"], seeds=(1,))
+    assert [row["stream"] for row in result["rows"][::3]] == list(SINGLE) and result["columns"] == ["toy"]
+    named = [(row["row"], row["guard"]) for row in result["rows"][:3]]
+    assert named == [("zero-shot", False), ("TDA", False), ("TDA", True)]
+    assert result["guard"]["veto"] is True
     missing = {row["stream"]: row["not run"] for row in result["rows"] if "not run" in row}
     assert missing == {"10% of classes": "10% of 12 classes are 1, and up to 4 are other streams"}
     for row in result["rows"]:
         if "not run" not in row:
             assert row["gap"] == pytest.approx(row["accuracy"] - row["zero_shot"], abs=1e-12)
-            assert row["tail_accuracy"] <= row["accuracy"] + 1e-12 and row["tail_gap"] <= row["gap"] + 1e-12
+            assert row["spread"] is None and row["tail_accuracy"] == row["accuracy"] and row["tail_gap"] == row["gap"]
             assert ("auroc" in row) == row["stream"].startswith("open set")
             assert ("attacked" in row) == row["stream"].startswith(("poisoned", "attacker"))
         if row["row"] == "zero-shot" and "not run" not in row:
             assert row["gap"] == row["worst_gap"] == row["tail_gap"] == 0 and row["guard"] is False
 
 
-def test_a_cell_is_a_session_over_the_stream_of_each_seed(run: Run, file: Path, no_guard: None) -> None:
+def test_a_cell_is_a_session_over_the_stream_of_each_seed(run: Run, file: Path) -> None:
     features = Features(file)
     assert features.labels is not None
     task = features.task()
@@ -149,13 +131,14 @@ def test_a_cell_is_a_session_over_the_stream_of_each_seed(run: Run, file: Path, 
             found[key].append(scores[key])
         found["zero_shot"].append(metrics.accuracy(frozen, stream.labels))
         found["worst"].append(float(metrics.running_accuracy(answers, stream.labels, 200)[199:].min()))
+    assert row["tail_accuracy"] == min(found["accuracy"]) and row["spread"] > 0
     for key, values in found.items():
         expected = min(values) if key == "worst" else sum(values) / 2
         assert row[key] == pytest.approx(expected, abs=1e-9), key
     assert 0 <= row["calibrated_error"] < 1 and row["images"] == 260
 
 
-def test_foreign_images_are_held_out_classes_or_those_given(run: Run, tmp_path: Path, no_guard: None) -> None:
+def test_foreign_images_are_held_out_classes_or_those_given(run: Run, tmp_path: Path) -> None:
     kinds = ("open set 30%",)
     held = of(run(rows=["zero-shot"], kinds=kinds), "open set 30%", "zero-shot")
     others = write(tmp_path / "others.safetensors", labelled=False, classes=5)
@@ -164,37 +147,40 @@ def test_foreign_images_are_held_out_classes_or_those_given(run: Run, tmp_path: 
     assert 0 < given["fpr95"] <= 1 and given["auroc"] != held["auroc"]
 
 
-def test_an_attacker_takes_the_candidate_that_does_most_harm(file: Path) -> None:
+def test_an_attacker_takes_the_candidate_that_does_most_harm(file: Path, monkeypatch) -> None:
     features = Features(file)
     assert features.labels is not None
     task = features.task()
     stream = make_stream("attacker 5%", Images(task, features.read(0, 260)[:, 0], features.labels), 1)
-    assert isinstance(stream, Stream) and stream.turns is not None and stream.candidates is not None
+    assert isinstance(stream, Stream) and stream.turns is not None
     session = Session(task, "tda")
     session.scan(stream.features[stream.rows[:100], None])
     before = leaves(session.state)
-    chosen = stream_runs.most_harmful(session, stream, turn=2)
+    chosen = stream_runs.most_harmful(session, stream, look=2)
     own = stream.rows[stream.scored & (stream.labels == stream.attacked)][: stream_runs.PROBES]
     margins = {}
-    for row in stream.candidates[6:9].tolist():
+    for number in (6, 7, 8):
         copy = session.fork()
-        copy.step(stream.features[row])
+        copy.step(stream.features[stream.candidates[number]])
         logits = [copy.predict(stream.features[probe]).logits for probe in own]
         a = stream.attacked
-        margins[row] = sum(float(x[a] - torch.cat([x[:a], x[a + 1 :]]).max()) for x in logits)
+        margins[number] = sum(float(x[a] - torch.cat([x[:a], x[a + 1 :]]).max()) for x in logits)
     assert margins[chosen] == min(margins.values())
     assert all(torch.equal(*pair) for pair in zip(before, leaves(session.state), strict=True))
+    monkeypatch.setattr(stream_runs, "LOOKS", 4)  # of 14 turns: every third one
     answers = stream_runs.run_stream(task, make_method("tda"), stream, guarded=False)
-    assert torch.isin(answers.rows[stream.turns], stream.candidates).all()
+    sent = answers.rows[stream.turns] - stream.candidates[0]
+    assert ((sent >= 0) & (sent < len(stream.candidates))).all() and stream.recipes == 16
+    assert torch.equal(sent[1:3] % 16, sent[:2] % 16) and len(sent[:3].unique()) == 3  # alike, of other images
     assert torch.equal(answers.rows[~stream.turns], stream.rows[~stream.turns])
 
 
 # the guard
 
 
-def test_the_guard_is_compared_with_the_same_method_without_it(run: Run, guard: None) -> None:
+def test_the_guard_is_compared_with_the_same_method_without_it(run: Run, monkeypatch) -> None:
+    monkeypatch.setattr(stream_runs, "Session", Guarded)
     result = run()
-    assert result["guard"] == {"strength": 1.0}
     for row in result["rows"]:
         if row["guard"] and "not run" not in row:
             assert (
@@ -209,12 +195,6 @@ def test_the_guard_is_compared_with_the_same_method_without_it(run: Run, guard: 
     assert summary["", False]["cells"] == 2 * summary["DPE", False]["cells"] == 4
     shown = page(result, {}, "")
     assert "DPE guarded" in shown and "hollow" in shown
-
-
-def test_without_a_guard_the_rest_still_runs(run: Run, no_guard: None) -> None:
-    result = run(rows=["DPE"])
-    assert not any(row["guard"] for row in result["rows"]) and result["guard"] is None
-    assert "no guard" in " ".join(streams.remarks(result))
 
 
 def test_the_summary_counts_harm_and_the_gain_that_is_kept() -> None:
@@ -240,8 +220,8 @@ def test_the_summary_counts_harm_and_the_gain_that_is_kept() -> None:
 # files
 
 
-def test_a_run_that_is_killed_resumes_to_the_same_bytes(run: Run, tmp_path: Path, monkeypatch, no_guard: None) -> None:
-    kinds = ("shuffled", "sorted", "burst", "200 images", "poisoned 5%")
+def test_a_run_that_is_killed_resumes_to_the_same_bytes(run: Run, tmp_path: Path, monkeypatch) -> None:
+    kinds = ("shuffled", "sorted", "poisoned 5%")
     whole, left = run("whole", kinds=kinds), 11
 
     def killed(*arguments: Any) -> dict[str, Any]:
@@ -264,19 +244,19 @@ def test_a_run_that_is_killed_resumes_to_the_same_bytes(run: Run, tmp_path: Path
         assert (tmp_path / "whole" / "cells" / name).read_bytes() == (tmp_path / "killed" / "cells" / name).read_bytes()
 
 
-def test_cells_do_not_depend_on_the_number_of_cores(run: Run, monkeypatch, no_guard: None) -> None:
+def test_cells_do_not_depend_on_the_number_of_cores(run: Run, monkeypatch) -> None:
     one = run("one", rows=["DPE"])
     monkeypatch.setattr(streams, "parallel_steppers", lambda task: 3)
     assert run("three", rows=["DPE"]) == one
 
 
-def test_finished_cells_need_no_images(run: Run, monkeypatch, no_guard: None) -> None:
+def test_finished_cells_need_no_images(run: Run, monkeypatch) -> None:
     first = run(rows=["zero-shot"], kinds=("sorted",))
     monkeypatch.setattr(sources.Features, "read", lambda *rows: pytest.fail("read again"))
     assert run(rows=["zero-shot"], kinds=("sorted",)) == first
 
 
-def test_a_damaged_cell_is_named(run: Run, tmp_path: Path, no_guard: None) -> None:
+def test_a_damaged_cell_is_named(run: Run, tmp_path: Path) -> None:
     run(rows=["zero-shot"])
     path = next((tmp_path / "out" / "cells").glob("toy-sorted-*"))
     path.write_text('{"scores": [1]}')
@@ -299,7 +279,7 @@ def test_domains_are_found_by_their_classes(tmp_path: Path) -> None:
     assert find_domains(tmp_path / "parts") == []
 
 
-def test_a_folder_of_domains_adds_streams_over_all_of_them(tmp_path: Path, no_guard: None) -> None:
+def test_a_folder_of_domains_adds_streams_over_all_of_them(tmp_path: Path) -> None:
     for domain in ("art", "photo"):
         make_folders(tmp_path / "sets" / domain, images=5)
     experiment = find_experiment("streams")
@@ -308,7 +288,7 @@ def test_a_folder_of_domains_adds_streams_over_all_of_them(tmp_path: Path, no_gu
     plan = Plan(tmp_path / "out", load_encoder("tiny"), (1,), report=lambda line: None)
     result = run_experiment("streams", {"tiny": plan}, columns, ["zero-shot", "TDA"])
     assert result["columns"] == ["art", "photo", sources.ALL]
-    assert [row["stream"] for row in result["rows"] if row["column"] == sources.ALL][::2] == list(SEVERAL)
+    assert [row["stream"] for row in result["rows"] if row["column"] == sources.ALL][::3] == list(SEVERAL)
     together = next(row for row in result["rows"] if row["stream"] == "domains mixed")
     assert together["images"] == 30
     assert "Text on art, photo: 'a photo of a {}.'." in streams.remarks(result)
@@ -321,7 +301,7 @@ def test_every_row_that_remembers_is_in_the_table_and_slow_ones_run_on_request()
     rows = find_experiment("streams").rows
     remembering = {name for name in method_names() if method_class(name).remembers}
     assert {row.method for row in rows} == remembering | {"zeroshot"}
-    assert {row.text for row in rows} == {"full"}  # one task for all
+    assert {row.text for row in rows} == {"given"}  # one task for all
     assert [row.label for row in selected(find_experiment("streams"), None) if row.invalid] == ["DOTA", "MCP"]
     assert not any(row.invalid for row in selected(find_experiment("streams"), ["mcp"]))
     assert len(find_experiment("streams").seeds) == 20 and set(SEVERAL + SINGLE) == set(KINDS)

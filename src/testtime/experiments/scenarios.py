@@ -53,7 +53,8 @@ class Stream(NamedTuple):
     attacked: int = -1  # the class whose images an attacker wants to be mistaken,
     target: int = -1  # and the nearest class that they are to be mistaken for
     turns: Tensor | None = None  # (n,) bool: where an attacker who sees the state chooses what comes
-    candidates: Tensor | None = None  # (k,) rows of `features` that it chooses from
+    candidates: Tensor = torch.empty(0, dtype=torch.int64)  # (k,) rows of `features` that it chooses from, and
+    recipes: int = 0  # in how many ways they are crafted, one after another: so far apart are two of the same
 
 
 def make_stream(kind: str, images: Images, seed: int) -> Stream | str:
@@ -218,7 +219,8 @@ def poisoned(images: Images, generator: Generator, *, share: float, chosen: bool
     labels = torch.cat([images.labels, torch.full((count,), attacked)])
     classes, pair = torch.arange(task.classes), (attacked, int(near[0]))
     stream = Stream(torch.cat([features, crafted]), order, labels[order], ~added, classes, *pair)
-    return stream._replace(turns=added, candidates=numbers) if chosen else stream
+    recipes = len(near) * len(levels)
+    return stream._replace(turns=added, candidates=numbers, recipes=recipes) if chosen else stream
 
 
 def moved(features: Tensor, task: Task, targets: Tensor, sure: Tensor) -> Tensor:

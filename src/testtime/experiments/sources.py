@@ -86,9 +86,9 @@ def find_sources(plan: Plan, datasets: Sequence[Dataset], foreign: Path | None =
 
 
 def _encoded(plan: Plan, dataset: Dataset, foreign: Path | None) -> Source:
-    """A dataset, one view of each image, with the prompts of its recipe."""
+    """A dataset, one view of each image, with the prompts given or those of its recipe."""
     lab, entry = plan.lab(dataset), recipe_of(dataset)
-    text = cast(Text, plan.text("full", dataset, entry))  # which lacks nothing
+    text = cast(Text, plan.text("given", dataset, entry))  # which lacks nothing
     about = lab.conditions(Cell(ZeroShot(), text))
 
     def load() -> Images:

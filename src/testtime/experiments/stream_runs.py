@@ -19,7 +19,8 @@ from testtime.types import Decision, Method, Task, log_of
 
 CHUNK = 64  # images between two chances to interrupt a run
 WINDOW = 200  # images of which the worst accuracy is recorded
-TRIED = 3  # candidates that an attacker tries at each of its turns
+LOOKS = 32  # how often an attacker looks at the state, about; in between it sends more of what did most harm
+TRIED = 3  # candidates that it tries then
 PROBES = 3  # images of the attacked class whose margin it wants to lower
 
 
@@ -43,9 +44,13 @@ def run_stream(task: Task, method: Method, stream: Stream, guarded: bool) -> Ans
     """A method over a stream from the start, learning along the way; `task` is the stream's own."""
     session = Session(task, method, guard=guarded)
     rows, logits, decisions = stream.rows.clone(), list[Tensor](), list[Decision]()
+    turns = 0 if stream.turns is None else int(stream.turns.sum())
+    every, chosen = max(1, turns // LOOKS), 0
     for start, stop, turn in _parts(stream):
         if turn is not None:
-            rows[start] = most_harmful(session, stream, turn)
+            look, since = divmod(turn, every)
+            chosen = chosen if since else most_harmful(session, stream, look)
+            rows[start] = stream.candidates[(chosen + since * stream.recipes) % len(stream.candidates)]
         logits.append(session.scan(stream.features[rows[start:stop], None]))
         decisions += session.decisions
     return Answers(torch.cat(logits), rows, decisions)
@@ -62,23 +67,22 @@ def _parts(stream: Stream) -> Iterator[tuple[int, int, int | None]]:
         begin = turn + 1
 
 
-def most_harmful(session: Session, stream: Stream, turn: int) -> int:
-    """The candidate after which a session, which stays as it is, has the lowest margin for the attacked class.
+def most_harmful(session: Session, stream: Stream, look: int) -> int:
+    """The number of the candidate after which a session has the lowest margin for the attacked class.
 
-    An attacker tries a few at each turn on copies of the session, and looks at some of the class's images.
+    An attacker tries a few, other ones at each look, on copies of the session, and sees some of the class's images.
     """
-    assert stream.candidates is not None
     own = stream.rows[stream.scored & (stream.labels == stream.attacked)][:PROBES]
-    tried = [stream.candidates[(TRIED * turn + each) % len(stream.candidates)] for each in range(TRIED)]
+    tried = [(TRIED * look + each) % len(stream.candidates) for each in range(TRIED)]
 
-    def margin(row: Tensor) -> float:
+    def margin(candidate: int) -> float:
         copy = session.fork()
-        copy.scan(stream.features[row][None, None])
+        copy.scan(stream.features[stream.candidates[candidate]][None, None])
         logits = torch.stack([copy.predict(stream.features[probe]).logits for probe in own])
         others = logits.index_fill(1, torch.tensor([stream.attacked]), -torch.inf).amax(1)
         return float((logits[:, stream.attacked] - others).mean())
 
-    return int(min(tried, key=margin))
+    return min(tried, key=margin)
 
 
 def score(task: Task, method: Method, stream: Stream, answers: Answers) -> Record:

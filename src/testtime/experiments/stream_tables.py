@@ -120,8 +120,6 @@ def remarks(result: Record) -> list[str]:
             reasons.setdefault((row["stream"], row[NOT_RUN]), []).append(row["column"])
     for (stream, reason), columns in reasons.items():
         lines.append(f"Not run: '{stream}' on {', '.join(dict.fromkeys(columns))}: {reason}.")
-    if result["guard"] is None:
-        lines.append("This version of testtime has no guard.")
     lines.append(
         f"Worst tenth: the mean of the worst tenth of the orders. Worst window: the worst {result['facts']['window']} "
         "consecutive images of any order. Gain kept: what the guard leaves of the gain on all streams where adapting "

@@ -21,7 +21,7 @@ from testtime.experiments.lab import NOT_RUN, Record, fingerprint, read_bytes, s
 from testtime.experiments.plan import Plan, Work
 from testtime.experiments.scenarios import RECIPE, Images, make_stream
 from testtime.experiments.sources import Source, find_sources
-from testtime.experiments.stream_runs import WINDOW, run_stream, score, task_of
+from testtime.experiments.stream_runs import LOOKS, PROBES, TRIED, WINDOW, run_stream, score, task_of
 from testtime.experiments.stream_tables import remarks as remarks  # these three show the measure
 from testtime.experiments.stream_tables import section as section
 from testtime.experiments.stream_tables import sheets as sheets
@@ -112,6 +112,7 @@ def _cells(plan: Plan, sources: Sequence[Source], rows: Sequence[Row], guard: Re
             for row in rows:
                 method = plan.method(row.method, source.entry, row.settings)
                 about = source.about | {"stream": kind, "made": RECIPE, "orders": list(plan.seeds)}
+                about |= {"attacker": [LOOKS, TRIED, PROBES]} if kind.startswith("attacker") else {}
                 about |= {"method": method.name, "settings": registry.settings_of(method)}
                 yield Cell(source, kind, row, False, method, about | {"guard": None})
                 if getattr(method, "remembers", True):

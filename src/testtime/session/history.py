@@ -156,7 +156,7 @@ class History:
             self.flush()
             if (self.session.count, self.session.labels_used) != (self._count, self._labels):
                 raise StateError(
-                    "The session has learned without being recorded, as by Session.scan or late labels: it would be lost."
+                    "The session has learned without being recorded, as by Session.scan or late labels; it is lost."
                 )
             with _removing_leftovers(self.folder):
                 session, index = without(self.folder, self._index, image, self._load)
