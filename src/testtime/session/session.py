@@ -143,11 +143,16 @@ class Session:
     def reset(self) -> None:
         """Forget the stream: back to before the first image."""
         with self._lock:
-            self.state = state = initial_state(self.method, self.task)
+            state = initial_state(self.method, self.task)
             memory = fresh_memory(self.guard, self.task, state) if self.guard else None
-            self.guard_memory = memory
             self._infinite = saved_state.infinite_parts(state) | saved_state.infinite_parts(memory, "guard")
-            self.calibration = Calibration()
+            if self._stepper is None:
+                self._state, self._guard_memory = state, memory
+            else:  # which stays loaded, compiled and captured
+                self._stepper.restore([state])
+                if isinstance(self._stepper, Guarded) and memory is not None:
+                    self._stepper.memory = memory
+            self._unusable, self.calibration = "", Calibration()
             self.count = self.position = 0
 
     @property
