@@ -24,7 +24,6 @@ from testtime.encoding import stream as streams
 from testtime.encoding.compiled import Compiled, verified
 from testtime.encoding.encoders.open_clip import OpenClip, lower
 from testtime.encoding.encoders.tiny import TEXT, tiny
-from testtime.images.gpu_views import normalise
 from testtime.images.views import views
 from testtime.machine import capture as capturing
 from testtime.types import DeviceEncoder, Preprocess, SettingError
@@ -45,10 +44,16 @@ def grey(count: int) -> Tensor:
     return torch.randint(0, 256, (count, 3, 32, 32), generator=torch.Generator().manual_seed(0)).float()
 
 
+def normalise(levels: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Grey levels (..., 3, H, W) normalised by the mean and the standard deviation of the tiny encoder."""
+    mean, std = (torch.tensor(values)[:, None, None] for values in (PLAIN.preprocess.mean, PLAIN.preprocess.std))
+    return torch.addcmul(-mean / std, levels, 1 / (255 * std)).to(dtype)
+
+
 def expected(count: int) -> Tensor:
     if not count:
         return torch.zeros(0, PLAIN.dim)
-    return PLAIN.encode_images(normalise(grey(count), PLAIN.preprocess, torch.float32))
+    return PLAIN.encode_images(normalise(grey(count)))
 
 
 class Replays:
@@ -111,7 +116,7 @@ def test_integer_grey_levels_reach_the_tower_unrounded(dtype: torch.dtype) -> No
     levels = torch.arange(256.0).repeat(12)[None].view(1, 3, 32, 32)
     Compiled(encoder, 1).encode(levels)
     assert seen[0].dtype == dtype
-    assert torch.equal(seen[0], normalise(levels, PLAIN.preprocess, dtype))
+    assert torch.equal(seen[0], normalise(levels, dtype))
 
 
 def tower_of(tower: Callable[[Tensor], Tensor], dtype: torch.dtype = torch.float32) -> Any:
@@ -434,13 +439,14 @@ def photo(seed: int) -> Image.Image:
     return coarse.resize((60 + 9 * seed, 44), Image.Resampling.BICUBIC)
 
 
+@pytest.mark.usefixtures("pillow_on_device")
 @pytest.mark.parametrize("name", ENCODERS)
 def test_every_encoder_runs_as_on_a_gpu(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         encoder = ENCODERS[name](tmp_path)
     assert isinstance(encoder, DeviceEncoder)
-    monkeypatch.setattr(streams, "on_device", lambda encoder: True)
+    monkeypatch.setattr(streams, "on_device", lambda *_: True)
     monkeypatch.setattr(streams, "MAX_IMAGES", 2)  # images at a time: more are slow on a CPU
     used = []
     made = streams._Device

@@ -3,8 +3,8 @@
     images -> read -> views -> encode -> unit features, in the order of the input
 
 Images are read by threads. On a CPU, Pillow makes the views, and each thread encodes blocks of them by itself. On a
-GPU, if the encoder offers its tower (`types.DeviceEncoder`), views are made there, on a separate CUDA stream.
-An image that cannot be used is reported in its turn.
+GPU, if Triton works and the encoder offers its tower (`types.DeviceEncoder`), views are made there, on a separate CUDA
+stream; otherwise Pillow makes them, and one thread encodes them. An image that cannot be used is reported in its turn.
 
 Memory is bounded: a file's header gives the size of its image, and a large one is decoded only once it fits the memory
 budget (`DECODED`) beside the images in progress. So a stream takes that much plus one image, of at most
@@ -39,8 +39,8 @@ from testtime.encoding.encoders import needed
 from testtime.images import reading
 from testtime.images.diffusion import variation_views
 from testtime.images.draw import Drawn, draw
-from testtime.images.gpu_views import as_pixels, as_tensor, grey_views
-from testtime.images.views import views
+from testtime.images.gpu_views import LONGEST, as_pixels, as_tensor, grey_views, works
+from testtime.images.views import grey_levels, views
 from testtime.machine.devices import step_device
 from testtime.machine.threads import workers
 from testtime.ops import checked_views, refuse_views, unit_views
@@ -114,7 +114,7 @@ def stream(
     elif encoder is None:
         _check_image(head[1])
         raise InputError("This session has no encoder; give features, or make it with Session(..., encoder=).")
-    elif plan.variations is None and on_device(encoder := needed(encoder)):
+    elif plan.variations is None and on_device(encoder := needed(encoder), plan.augmix):
         yield from _Device(encoder, plan, like).run(numbered)
     else:
         yield from _on_cpu(encoder, numbered, plan, like)
@@ -130,11 +130,11 @@ def readable(entries: Iterable[Encoded], on_skip: Callable[[str], None] | None) 
         yield entry
 
 
-def on_device(encoder: Encoder) -> TypeGuard[DeviceEncoder]:
-    """Whether views are made and encoded on the encoder's device: a GPU, for an encoder that offers its tower."""
+def on_device(encoder: Encoder, augmix: bool) -> TypeGuard[DeviceEncoder]:
+    """Whether views are made and encoded on the encoder's device: a GPU with Triton, if it offers its tower."""
     # not isinstance: from Python 3.12 on it misses what an encoder passes on from another with __getattr__
     offered = hasattr(encoder, "image_tower") and hasattr(encoder, "dtype")
-    return offered and encoder.device.type == "cuda"
+    return offered and encoder.device.type == "cuda" and works(encoder.device, encoder.preprocess, augmix)
 
 
 def _is_features(source: Any) -> bool:
@@ -280,9 +280,9 @@ def _on_cpu(
 def _encoding(encoder: Encoder, pool: ThreadPoolExecutor) -> Callable[[Tensor], list[Future[Tensor]]]:
     """A function that starts to encode the views of an image in blocks, each by any free thread.
 
-    On an Apple GPU, one thread takes all, in larger blocks: torch does not promise that several may use it at once.
+    On a GPU, one thread takes all, in larger blocks: torch does not promise that several may use Apple's at once.
     """
-    if encoder.device.type != "mps":
+    if encoder.device.type == "cpu":
         return lambda pixels: [pool.submit(encoder.encode_images, block) for block in pixels.split(ROWS)]
     alone, home = workers(1), step_device(encoder.device)
     return lambda pixels: [
@@ -321,12 +321,12 @@ def _views(image: Image.Image, encoder: Encoder, plan: ViewPlan, index: int) -> 
 
 
 class _Read(NamedTuple):
-    """One image as read by a thread."""
+    """One image as read by a thread: its pixels and random parameters, or its views if they are already made."""
 
     pixels: Tensor  # (H, W, 3) uint8
-    drawn: Drawn  # random parameters of its views
+    drawn: Drawn
     share: _Share  # of the memory budget
-    grey: Tensor | None = None  # (V, 3, size, size), its views if already made
+    grey: Tensor | None = None  # (V, 3, size, size)
 
 
 @dataclass(eq=False)
@@ -340,7 +340,7 @@ class _Waiting:
 
 
 class _Launched(NamedTuple):
-    """Images in flight: features of those without an error, and whether these are usable."""
+    """Images in flight: the features of a launch, by their position in it, and whether these are usable."""
 
     images: Sequence[_Waiting]
     features: Tensor  # (n, V, D)
@@ -386,15 +386,17 @@ class _Device:
 
         Threads never wait for memory: only the caller frees it, by taking features, and may do other things first.
         """
-        share, plan = _Share(self.budget, force=now), self.plan
+        share, plan, preprocess = _Share(self.budget, force=now), self.plan, self.encoder.preprocess
         try:
             with _memory_errors(source):
                 _check_image(source)
                 pixels = as_pixels(source if isinstance(source, Tensor | np.ndarray) else as_image(source, share.admit))
                 share.keep(pixels.nbytes)  # decoded, it takes less
                 height, width = pixels.shape[:2]
-                size = self.encoder.preprocess.size
-                drawn = draw((width, height), plan.count, size, seed=plan.seed, index=index, augmix=plan.augmix)
+                extent = width, height
+                drawn = draw(extent, plan.count, preprocess.size, seed=plan.seed, index=index, augmix=plan.augmix)
+                if max(extent) > LONGEST:
+                    return _Read(pixels, drawn, share, grey_levels(as_image(pixels), drawn, preprocess))
                 if self.side and not pixels.is_cuda and pixels.nbytes <= PINNED:
                     pixels = pixels.pin_memory()
                 return _Read(pixels, drawn, share)
@@ -405,20 +407,20 @@ class _Device:
     def _launch(self, group: Sequence[_Waiting]) -> _Launched:
         """A group launched through the encoder, on a side stream if on a GPU."""
         if self.side is None:
-            return _Launched(group, *self._features(self._collect(group)))
+            return _Launched(group, *self._features(self._views(group)))
         caller = torch.cuda.current_stream(self.encoder.device)
         self.side.wait_stream(caller)
         with torch.cuda.stream(self.side):
-            features, good = self._features(self._collect(group))
+            features, good = self._features(self._views(group))
             good = good.to("cpu", non_blocking=True)
             event = torch.cuda.Event()
             event.record()
         features.record_stream(caller)  # its memory must not be reused before the caller is done with it
         return _Launched(group, features, good, event)
 
-    def _collect(self, group: Sequence[_Waiting]) -> dict[int, _Read]:
-        """The readable images of a group, by position in it, on the device; their budget is released."""
-        reads = {}
+    def _views(self, group: Sequence[_Waiting]) -> dict[int, Tensor]:
+        """Views (V, 3, size, size) of the readable images of a group, by position in it; their budget is released."""
+        reads, made = dict[int, _Read](), dict[int, Tensor]()
         for image in group:
             try:
                 try:
@@ -428,44 +430,43 @@ class _Device:
             except InputError as error:
                 image.error = error
                 continue
-            read = read._replace(pixels=read.pixels.to(self.encoder.device, non_blocking=True))
-            if read.pixels.nbytes > PINNED:  # at once: several such images would fill the device
-                read = read._replace(grey=self._grey([read])[0], pixels=read.pixels.new_empty(0))
-            reads[image.index % self.together] = read
+            position = image.index % self.together
+            if read.grey is not None:
+                made[position] = read.grey.to(self.encoder.device)
+            else:
+                reads[position] = read._replace(pixels=read.pixels.to(self.encoder.device, non_blocking=True))
+                if read.pixels.nbytes > PINNED:  # at once: several such images would fill the device
+                    made |= self._grey({position: reads.pop(position)})
             read.share.keep(0)
-        return reads
+        return made | self._grey(reads) if reads else made
 
-    def _grey(self, reads: Sequence[_Read]) -> Tensor:
-        """Views of some images (n, V, 3, size, size)."""
-        return grey_views([read.pixels for read in reads], [read.drawn for read in reads], self.encoder.preprocess)
+    def _grey(self, reads: dict[int, _Read]) -> dict[int, Tensor]:
+        """Views (V, 3, size, size) of images on the device, made together."""
+        pixels, drawn = [read.pixels for read in reads.values()], [read.drawn for read in reads.values()]
+        return dict(zip(reads, grey_views(pixels, drawn, self.encoder.preprocess), strict=True))
 
-    def _features(self, reads: dict[int, _Read]) -> tuple[Tensor, Tensor]:
-        """Unit features (n, V, D), and whether they are usable: (n,)."""
-        if not reads:
+    def _features(self, made: dict[int, Tensor]) -> tuple[Tensor, Tensor]:
+        """Unit features (n, V, D) of a launch, and whether they are usable: (n,)."""
+        if not made:
             return torch.empty(0, device=self.encoder.device), torch.empty(0)
-        rest = [read for read in reads.values() if read.grey is None]
-        grey = self._grey(rest) if rest else None
-        if grey is None or len(rest) < self.together:  # some are made already, or missing: those stay black
-            made = iter(() if grey is None else grey)
-            rows = {position: next(made) if read.grey is None else read.grey for position, read in reads.items()}
-            size = self.encoder.preprocess.size
-            grey = next(iter(rows.values())).new_zeros(self.together, self.plan.count, 3, size, size)
-            for position, row in rows.items():
-                grey[position] = row
-        features = self.compiled.encode(grey.flatten(0, 1)).unflatten(0, (self.together, -1))
-        if len(reads) < self.together:  # one by one: a list of indices would be copied there, and waited for
-            features = torch.stack([features[position] for position in reads])
+        black = torch.zeros_like(next(iter(made.values())))  # for images that are missing
+        grey = torch.cat([made.get(position, black) for position in range(self.together)])
+        features = self.compiled.encode(grey).unflatten(0, (self.together, -1))
         return checked_views(features, features if self.like is None else self.like)
 
     def _finish(self, launched: _Launched) -> Iterator[Encoded]:
         """A group once its features have arrived; unusable features become errors."""
         if launched.event is not None:
             launched.event.synchronize()  # later launches keep the GPU busy
-        rows = zip(launched.features, launched.good.tolist(), strict=True)
+        good = launched.good.tolist()
         for image in launched.images:
-            features, usable = (None, False) if image.error else next(rows)
-            error = image.error if features is None or usable else refuse_views(features[None], image.index)
-            yield Encoded(image.index, image.source, features if usable else None, error)
+            if image.error is None:
+                features = launched.features[image.index % self.together]
+                if good[image.index % self.together]:
+                    yield Encoded(image.index, image.source, features)
+                    continue
+                image.error = refuse_views(features[None], image.index)
+            yield Encoded(image.index, image.source, None, image.error)
 
 
 @cache
