@@ -230,7 +230,9 @@ def perturbed(model: Any) -> Any:
 
 @pytest.mark.parametrize("quick", [False, True], ids=["GELU", "QuickGELU"])
 @pytest.mark.parametrize(
-    "changes", [{}, {"layers": 1}, {"mlp_ratio": 2.0}, {"head_width": 24, "patch_size": 16}], ids=str
+    "changes",
+    [{}, {"layers": 1}, {"mlp_ratio": 2.0}, {"head_width": 24, "patch_size": 16}, {"final_ln_after_pool": True}],
+    ids=str,
 )
 def test_our_vision_transformer_equals_open_clips(quick: bool, changes: dict) -> None:
     model, pixels = transformer(quick, **changes), noise(3)
@@ -284,7 +286,6 @@ def test_our_resnet_equals_open_clips(layers: tuple[int, ...]) -> None:
 UNSUPPORTED = {
     "attention pooling": dict(attentional_pool=True),
     "average pooling": dict(pool_type="avg"),
-    "norm after pooling": dict(final_ln_after_pool=True),
     "layer scale": dict(ls_init_value=0.1),
     "no first norm": dict(no_ln_pre=True),
 }
