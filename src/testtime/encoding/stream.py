@@ -22,10 +22,10 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import chain, count, groupby
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
@@ -110,7 +110,8 @@ def stream(
         return
     numbered = chain([head], numbered)
     if _is_features(head[1]):
-        yield from _pass_through(numbered, like)
+        for index, source in numbered:
+            yield _unit(index, source, partial(as_rows, source), like)
     elif encoder is None:
         _check_image(head[1])
         raise InputError("This session has no encoder; give features, or make it with Session(..., encoder=).")
@@ -159,20 +160,11 @@ def as_rows(source: Any) -> Tensor:
     return rows[None] if rows.ndim == 1 else rows
 
 
-def _pass_through(numbered: Iterator[tuple[int, Source]], like: Tensor | None) -> Iterator[Encoded]:
-    for index, source in numbered:
-        try:
-            rows = as_rows(source)
-        except InputError as error:
-            yield Encoded(index, source, None, error)
-        else:
-            yield _unit(index, source, rows, like)
-
-
-def _unit(index: int, source: Source, rows: Tensor, like: Tensor | None) -> Encoded:
-    """Features normalised to unit rows, or an error."""
+def _unit(index: int, source: Source, rows: Callable[[], Tensor], like: Tensor | None) -> Encoded:
+    """The features that `rows` returns, normalised to unit rows; or the error, its own or that they are unusable."""
     try:
-        return Encoded(index, source, unit_views(rows[None], rows if like is None else like, index)[0])
+        features = rows()
+        return Encoded(index, source, unit_views(features[None], features if like is None else like, index)[0])
     except InputError as error:
         return Encoded(index, source, None, error)
 
@@ -184,15 +176,14 @@ class MemoryBudget:
         self.total, self.taken = total, 0
         self._changed = threading.Condition()
 
-    def take(self, size: int, *, wait: bool = False, force: bool = False) -> bool:
-        """Reserve bytes if they fit, or by `force`, or after a `wait` until they fit or none are taken. True if so."""
+    def take(self, size: int, *, wait: bool = False, force: bool = False) -> None:
+        """Reserve bytes: by `force`, after a `wait` until they fit or none are taken, or else raise _Full."""
         with self._changed:
             if wait:
                 self._changed.wait_for(lambda: not self.taken or self._fits(size))
             elif not force and not self._fits(size):
-                return False
+                raise _Full
             self.taken += size
-            return True
 
     def release(self, size: int) -> None:
         """Release bytes."""
@@ -219,8 +210,7 @@ class _Share:
     def admit(self, extent: tuple[int, int]) -> None:
         """Reserve what an image of this width and height needs while it is processed."""
         size = extent[0] * extent[1] * reading.BYTES_PER_PIXEL
-        if not self.budget.take(size, **self._take):
-            raise _Full
+        self.budget.take(size, **self._take)
         self.size = size
 
     def keep(self, size: int) -> None:
@@ -254,58 +244,40 @@ def _memory_errors(source: Source) -> Iterator[None]:
 def _on_cpu(
     encoder: Encoder, numbered: Iterator[tuple[int, Source]], plan: ViewPlan, like: Tensor | None
 ) -> Iterator[Encoded]:
-    threads = torch.get_num_threads()
+    threads, home = torch.get_num_threads(), step_device(encoder.device)
     pool, waiting = workers(threads, flush=True), deque[tuple[int, Source, Future[list[Future[Tensor]]]]]()
-    encode = _encoding(encoder, pool)
+    # on a GPU one thread encodes, in larger blocks: torch does not promise that several may use Apple's at once
+    encoders, rows = (pool, ROWS) if encoder.device.type == "cpu" else (workers(1), LAUNCH)
     ahead = 2 + 2 * threads * ROWS // max(plan.total, ROWS)  # images in progress: enough for all, few enough for memory
     budget = MemoryBudget(max(DECODED, threads * PER_THREAD))
+
+    def prepare(index: int, source: Source) -> list[Future[Tensor]]:
+        """Read one image, make its views, and start to encode them in blocks."""
+        share = _Share(budget, wait=True)  # for images in progress, which never wait themselves
+        try:
+            with _memory_errors(source):
+                pixels = _views(as_image(source, share.admit), encoder, plan, index)
+        finally:
+            share.keep(0)
+        return [encoders.submit(encode, block) for block in pixels.split(rows)]
+
+    def encode(pixels: Tensor) -> Tensor:
+        return encoder.encode_images(pixels).to(home)
+
+    def features(blocks: Future[list[Future[Tensor]]]) -> Tensor:
+        return torch.cat([block.result() for block in blocks.result()])
+
     try:
         while True:
             while len(waiting) < ahead and (entry := next(numbered, None)) is not None:
-                waiting.append((*entry, pool.submit(_prepare, encode, budget, encoder, plan, *entry)))
+                waiting.append((*entry, pool.submit(prepare, *entry)))
             if not waiting:
                 return
             index, source, blocks = waiting.popleft()
-            try:
-                rows = torch.cat([block.result() for block in blocks.result()])
-            except InputError as error:
-                yield Encoded(index, source, None, error)
-                continue
-            yield _unit(index, source, rows, like)
+            yield _unit(index, source, partial(features, blocks), like)
     finally:
         for _, _, blocks in waiting:
             blocks.cancel()
-
-
-def _encoding(encoder: Encoder, pool: ThreadPoolExecutor) -> Callable[[Tensor], list[Future[Tensor]]]:
-    """A function that starts to encode the views of an image in blocks, each by any free thread.
-
-    On a GPU, one thread takes all, in larger blocks: torch does not promise that several may use Apple's at once.
-    """
-    if encoder.device.type == "cpu":
-        return lambda pixels: [pool.submit(encoder.encode_images, block) for block in pixels.split(ROWS)]
-    alone, home = workers(1), step_device(encoder.device)
-    return lambda pixels: [
-        alone.submit(lambda rows: encoder.encode_images(rows).to(home), block) for block in pixels.split(LAUNCH)
-    ]
-
-
-def _prepare(
-    encode: Callable[[Tensor], list[Future[Tensor]]],
-    budget: MemoryBudget,
-    encoder: Encoder,
-    plan: ViewPlan,
-    index: int,
-    source: Source,
-) -> list[Future[Tensor]]:
-    """Read one image, make its views, and start to encode them."""
-    share = _Share(budget, wait=True)  # for images in progress, which never wait themselves
-    try:
-        with _memory_errors(source):
-            pixels = _views(as_image(source, share.admit), encoder, plan, index)
-    finally:
-        share.keep(0)
-    return encode(pixels)
 
 
 def _views(image: Image.Image, encoder: Encoder, plan: ViewPlan, index: int) -> Tensor:
@@ -421,6 +393,12 @@ class _Device:
     def _views(self, group: Sequence[_Waiting]) -> dict[int, Tensor]:
         """Views (V, 3, size, size) of the readable images of a group, by position in it; their budget is released."""
         reads, made = dict[int, _Read](), dict[int, Tensor]()
+
+        def make() -> None:
+            pixels, drawn = [read.pixels for read in reads.values()], [read.drawn for read in reads.values()]
+            made.update(zip(reads, grey_views(pixels, drawn, self.encoder.preprocess), strict=True))
+            reads.clear()
+
         for image in group:
             try:
                 try:
@@ -436,14 +414,11 @@ class _Device:
             else:
                 reads[position] = read._replace(pixels=read.pixels.to(self.encoder.device, non_blocking=True))
                 if read.pixels.nbytes > PINNED:  # at once: several such images would fill the device
-                    made |= self._grey({position: reads.pop(position)})
+                    make()
             read.share.keep(0)
-        return made | self._grey(reads) if reads else made
-
-    def _grey(self, reads: dict[int, _Read]) -> dict[int, Tensor]:
-        """Views (V, 3, size, size) of images on the device, made together."""
-        pixels, drawn = [read.pixels for read in reads.values()], [read.drawn for read in reads.values()]
-        return dict(zip(reads, grey_views(pixels, drawn, self.encoder.preprocess), strict=True))
+        if reads:
+            make()
+        return made
 
     def _features(self, made: dict[int, Tensor]) -> tuple[Tensor, Tensor]:
         """Unit features (n, V, D) of a launch, and whether they are usable: (n,)."""
@@ -460,13 +435,11 @@ class _Device:
             launched.event.synchronize()  # later launches keep the GPU busy
         good = launched.good.tolist()
         for image in launched.images:
-            if image.error is None:
-                features = launched.features[image.index % self.together]
-                if good[image.index % self.together]:
-                    yield Encoded(image.index, image.source, features)
-                    continue
-                image.error = refuse_views(features[None], image.index)
-            yield Encoded(image.index, image.source, None, image.error)
+            position = image.index % self.together
+            if image.error is None and not good[position]:
+                image.error = refuse_views(launched.features[position, None], image.index)
+            features = launched.features[position] if image.error is None else None
+            yield Encoded(image.index, image.source, features, image.error)
 
 
 @cache
