@@ -121,16 +121,6 @@ def stream(
         yield from _on_cpu(encoder, numbered, plan, like)
 
 
-def readable(entries: Iterable[Encoded], on_skip: Callable[[str], None] | None) -> Iterator[Encoded]:
-    """All entries; errors are reported to `on_skip` in one line, or raised without it."""
-    for entry in entries:
-        if entry.error is not None:
-            if on_skip is None:
-                raise entry.error
-            on_skip(str(entry.error))
-        yield entry
-
-
 def on_device(encoder: Encoder, augmix: bool) -> TypeGuard[DeviceEncoder]:
     """Whether views are made and encoded on the encoder's device: a GPU with Triton, if it offers its tower."""
     # not isinstance: from Python 3.12 on it misses what an encoder passes on from another with __getattr__

@@ -23,7 +23,6 @@ from testtime.images.gpu_views import KINDS, plan_steps
 
 # as in Pillow, products are rounded before they are summed
 ROUNDED = {"enable_fp_fusion": False}
-BUDGET = 2**30  # bytes of horizontally resampled rows, beyond which images are done one after another
 
 # Columns of a view's axis after those of `testtime.images.gpu_views.Axis`: its filter and its image
 FILTER, OFFSET, WIDTH = range(7, 10)
@@ -36,17 +35,8 @@ EPSILON: tl.constexpr = tl.constexpr(0.01)
 
 def crop(images: Sequence[Tensor], axes: np.ndarray, out: Tensor) -> None:
     """Fill `out` (n, V, 3, size, size) with the views of images (H, W, 3), by their axes (n, V, 2, 7)."""
-    views, size = out.shape[1], out.shape[-1]
-    tall = max(image.shape[0] for image in images)
-    batch = max(1, BUDGET // (views * 3 * tall * size))
-    for start in range(0, len(images), batch):
-        part = slice(start, start + batch)
-        _crop(images[part], axes[part], tall, out[part])
-
-
-def _crop(images: Sequence[Tensor], axes: np.ndarray, tall: int, out: Tensor) -> None:
-    """The same for images of which all rows, at most `tall`, fit in memory at once."""
     count, views, size, device = len(images), out.shape[1], out.shape[-1], out.device
+    tall = max(image.shape[0] for image in images)
     pixels = torch.cat([image.reshape(-1) for image in images])
     sizes = np.array([image.numel() for image in images])
     reach = 2 * np.ceil(axes[..., 5] * axes[..., 2].clip(1)) + 1  # filter widths in pixels of the image
