@@ -23,7 +23,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain, count, groupby
@@ -218,16 +217,6 @@ def as_image(source: Source, admit: Callable[[tuple[int, int]], object] | None =
     return source if isinstance(source, Image.Image) else Image.fromarray(as_pixels(source).cpu().numpy())
 
 
-@contextmanager
-def _memory_errors(source: Source) -> Iterator[None]:
-    """Raise an out-of-memory error as an ImageError of this image."""
-    try:
-        yield
-    except MemoryError:
-        with reading.image_errors(reading.source_name(source)):
-            raise
-
-
 # On the CPU
 
 
@@ -245,7 +234,7 @@ def _on_cpu(
         """Read one image, make its views, and start to encode them in blocks."""
         share = _Share(budget, wait=True)  # for images in progress, which never wait themselves
         try:
-            with _memory_errors(source):
+            with reading.image_errors(reading.source_name(source), MemoryError):
                 pixels = _views(as_image(source, share.admit), encoder, plan, index)
         finally:
             share.keep(0)
@@ -350,12 +339,11 @@ class _Device:
         """
         share, plan, preprocess = _Share(self.budget, force=now), self.plan, self.encoder.preprocess
         try:
-            with _memory_errors(source):
+            with reading.image_errors(reading.source_name(source), MemoryError):
                 _check_image(source)
                 pixels = as_pixels(source if isinstance(source, Tensor | np.ndarray) else as_image(source, share.admit))
                 share.keep(pixels.nbytes)  # decoded, it takes less
-                height, width = pixels.shape[:2]
-                extent = width, height
+                extent = pixels.shape[1], pixels.shape[0]
                 drawn = draw(extent, plan.count, preprocess.size, seed=plan.seed, index=index, augmix=plan.augmix)
                 if max(extent) > LONGEST:
                     return _Read(pixels, drawn, share, grey_levels(as_image(pixels), drawn, preprocess))
