@@ -53,9 +53,13 @@ class Weights(NamedTuple):
 
 
 class Tower:
-    """Features (B, D) of normalised pixels (B, 3, H, W)."""
+    """Features (B, D) of normalised pixels (B, 3, H, W).
 
-    def __init__(self, weights: Weights) -> None:
+    With `float8`, for bfloat16 weights, the three large GEMMs of every block but the last are in float8. Each row of
+    either factor has its own scale, by its largest value: nothing is calibrated on images.
+    """
+
+    def __init__(self, weights: Weights, float8: bool = False) -> None:
         self.weights = weights
         width = weights.patch.shape[0]
         self.patch = weights.patch.flatten(1).contiguous()  # (W, 3 P P)
@@ -64,6 +68,8 @@ class Tower:
             from testtime.encoding import vit_kernels
 
             self.kernels = vit_kernels
+        large = [part for block in weights.blocks[:-1] for part in (block.qkv, block.up.weight, block.down.weight)]
+        self.float8 = {id(weight): quantise_rows(weight) for weight in large} if float8 else {}
         # sum of the residual stream's biases so far, at each norm
         offset = weights.patch.new_zeros(width)
         self.offsets = [offset]
@@ -78,7 +84,8 @@ class Tower:
         *blocks, last = weights.blocks
         offsets = iter(self.offsets)
         for block in blocks:
-            y = self._qkv(x, next(offsets), block)
+            y = self._norm(x, next(offsets), block.norm1, bool(self.float8))
+            y = self._gemm(y, block.qkv, block.qkv_bias)
             q, k, v = y.view(count, tokens, 3, weights.heads, -1).permute(2, 0, 3, 1, 4)
             y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(-1, width)
             x.addmm_(y, block.out.weight.T)
@@ -104,12 +111,15 @@ class Tower:
         torch.add(products.view(count, -1, len(self.patch)), weights.positions[1:], out=tokens[:, 1:])
         return self._norm(tokens.flatten(0, 1), self.offsets[0], weights.before).view_as(tokens)
 
-    def _qkv(self, x: Tensor, offset: Tensor, block: Block) -> Tensor:
-        return F.linear(self._norm(x, offset, block.norm1), block.qkv, block.qkv_bias)
-
     def _mlp(self, x: Tensor, offset: Tensor, block: Block) -> Tensor:
-        y = F.linear(self._norm(x, offset, block.norm2), block.up.weight, block.up.bias)
-        return x.addmm_(self._activate(y), block.down.weight.T)
+        float8 = id(block.up.weight) in self.float8
+        y = self._gemm(self._norm(x, offset, block.norm2, float8), block.up.weight, block.up.bias)
+        y = self._activate(y, float8)
+        return x.add_(self._gemm(y, block.down.weight)) if float8 else x.addmm_(y, block.down.weight.T)
+
+    def _gemm(self, x: Tensor | Rows, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x weight.T + bias, in float8 for rows in float8."""
+        return F.linear(x, weight, bias) if isinstance(x, Tensor) else scaled_gemm(x, self.float8[id(weight)], bias)
 
     def _norm(self, x: Tensor, offset: Tensor, norm: nn.LayerNorm, float8: bool = False) -> Any:
         """The norm of x (N, W) plus an offset (W,); with `float8`, as from `quantise_rows`."""
@@ -128,30 +138,6 @@ class Tower:
         out = empty_rows(x) if float8 else (x,)
         self.kernels.activate(x, self.weights.quick, *out)
         return out if float8 else x
-
-
-class Float8(Tower):
-    """The same for bfloat16 weights, with the three large GEMMs of every block but the last in float8.
-
-    Each row of either factor has its own scale, by its largest value: nothing is calibrated on images.
-    """
-
-    def __init__(self, weights: Weights) -> None:
-        super().__init__(weights)
-        self.float8 = {
-            id(block): tuple(map(quantise_rows, (block.qkv, block.up.weight, block.down.weight)))
-            for block in weights.blocks[:-1]
-        }
-
-    def _qkv(self, x: Tensor, offset: Tensor, block: Block) -> Tensor:
-        return scaled_gemm(self._norm(x, offset, block.norm1, float8=True), self.float8[id(block)][0], block.qkv_bias)
-
-    def _mlp(self, x: Tensor, offset: Tensor, block: Block) -> Tensor:
-        if id(block) not in self.float8:
-            return super()._mlp(x, offset, block)
-        _, up, down = self.float8[id(block)]
-        y = scaled_gemm(self._norm(x, offset, block.norm2, float8=True), up, block.up.bias)
-        return x.add_(scaled_gemm(self._activate(y, float8=True), down))
 
 
 def empty_rows(x: Tensor) -> Rows:
@@ -197,26 +183,24 @@ BLOCK_PARTS = {
 QUICK = {"GELU": False, "gelu": False, "QuickGELU": True, "quick_gelu": True}  # activations
 
 
-def from_open_clip(visual: Any, kind: type[Tower] = Tower) -> Tower | None:
+def from_open_clip(visual: Any, float8: bool = False) -> Tower | None:
     """The tower of open_clip's vision transformer; None if it has parts that `Tower` does not support."""
     if type(visual).__name__ != "VisionTransformer" or visual.pool_type != "tok" or visual.proj is None:
         return None
     block = visual.transformer.resblocks[0]
     activation = type(getattr(block.mlp, "gelu", None)).__name__
-    return _extract(kind, OPEN_CLIP, visual, visual.proj, block.attn.num_heads, activation)
+    return _extract(float8, OPEN_CLIP, visual, visual.proj, block.attn.num_heads, activation)
 
 
-def from_transformers(model: Any, kind: type[Tower] = Tower) -> Tower | None:
+def from_transformers(model: Any, float8: bool = False) -> Tower | None:
     """The tower of CLIP's vision transformer in `transformers`; None for any other model."""
     if type(model).__name__ != "CLIPModel":
         return None
     config, project = model.config.vision_config, model.visual_projection.weight.T.contiguous()
-    return _extract(kind, TRANSFORMERS, model.vision_model, project, config.num_attention_heads, config.hidden_act)
+    return _extract(float8, TRANSFORMERS, model.vision_model, project, config.num_attention_heads, config.hidden_act)
 
 
-def _extract(
-    kind: type[Tower], library: int, vision: Any, project: Tensor, heads: int, activation: str
-) -> Tower | None:
+def _extract(float8: bool, library: int, vision: Any, project: Tensor, heads: int, activation: str) -> Tower | None:
     """The tower of a vision transformer; None if it has parameters besides those of `Weights`, or lacks some."""
 
     def find(module: Any, parts: dict[str, tuple[str, str]]) -> dict[str, Any]:
@@ -234,7 +218,8 @@ def _extract(
         return None
     dtype = parts["patch"].dtype
     parts |= {name: parts[name].to(dtype) for name in ("class_token", "positions")}
-    return kind(Weights(**parts, blocks=blocks, project=project.to(dtype), heads=heads, quick=QUICK[activation]))
+    weights = Weights(**parts, blocks=blocks, project=project.to(dtype), heads=heads, quick=QUICK[activation])
+    return Tower(weights, float8)
 
 
 def _size(parts: Iterable[Any]) -> int:
