@@ -50,8 +50,7 @@ class TwoTowers(ABC):
 
     def encode_images(self, pixels: Tensor) -> Tensor:
         """Unit features of preprocessed images: (B, 3, H, W) -> (B, D) float32, on the encoder's device."""
-        if pixels.ndim != 4 or pixels.shape[1] != 3:
-            raise InputError(f"Images must be (B, 3, H, W); got {tuple(pixels.shape)}.")
+        check_pixels(pixels)
         if len(pixels) == 0:
             return torch.zeros(0, self.dim, device=self.device)
         with torch.inference_mode():
@@ -60,8 +59,7 @@ class TwoTowers(ABC):
 
     def encode_texts(self, texts: Sequence[str]) -> Tensor:
         """Unit features of sentences: n texts -> (n, D) float32, on the encoder's device."""
-        if isinstance(texts, str):  # would be read letter by letter
-            raise InputError(f"Expected a list of texts; got one string. Write [{texts!r}].")
+        check_texts(texts)
         if len(texts) == 0:
             return torch.zeros(0, self.dim, device=self.device)
         with torch.inference_mode():
@@ -79,3 +77,15 @@ def package(encoder: str, name: str) -> ModuleType:
         raise MissingPart(
             f"Encoder '{encoder}' needs the package {name}. Install it with: pip install 'testtime[{encoder}]'"
         ) from None
+
+
+def check_pixels(pixels: Tensor) -> None:
+    """Refuse anything but a batch of preprocessed images (B, 3, H, W)."""
+    if pixels.ndim != 4 or pixels.shape[1] != 3:
+        raise InputError(f"Images must be (B, 3, H, W); got {tuple(pixels.shape)}.")
+
+
+def check_texts(texts: Sequence[str]) -> None:
+    """Refuse a string instead of a list: it would be read letter by letter."""
+    if isinstance(texts, str):
+        raise InputError(f"Expected a list of texts; got one string. Write [{texts!r}].")
