@@ -178,7 +178,7 @@ def test_an_attacker_takes_the_candidate_that_does_most_harm(file: Path, monkeyp
 
 
 def test_the_guard_is_compared_with_the_same_method_without_it(run: Run, monkeypatch) -> None:
-    monkeypatch.setattr(stream_runs, "Session", Guarded)
+    monkeypatch.setattr(streams, "Session", Guarded)
     result = run()
     for row in result["rows"]:
         if row["guard"] and "not run" not in row:
