@@ -14,6 +14,8 @@ from testtime import metrics
 from testtime.calibration import Calibration
 from testtime.experiments.lab import Record
 from testtime.experiments.scenarios import FOREIGN, Stream
+from testtime.ops import unit
+from testtime.report.queues import bank_of, sources
 from testtime.session.session import Session
 from testtime.types import Decision, Method, Task, log_of
 
@@ -30,6 +32,7 @@ class Answers(NamedTuple):
     logits: Tensor  # (n, C)
     rows: Tensor  # (n,) what came: the stream's rows, and an attacker's choices
     decisions: list[Decision]  # the guard's, one for each image; none without a guard
+    held: Tensor | None  # (k,) positions in the stream of the images in the method's queues; None: it has none
 
 
 def task_of(task: Task, stream: Stream) -> Task:
@@ -53,7 +56,10 @@ def run_stream(session: Session, stream: Stream) -> Answers:
             rows[start] = stream.candidates[(chosen + since * stream.recipes) % len(stream.candidates)]
         logits.append(session.scan(stream.features[rows[start:stop], None]).cpu())
         decisions += session.decisions
-    return Answers(torch.cat(logits), rows, decisions)
+    held, bank = None, bank_of(session.state)
+    if bank is not None:
+        held, _ = sources(bank.keys[bank.cost.isfinite()].cpu(), unit(stream.features[rows]))
+    return Answers(torch.cat(logits), rows, decisions, held)
 
 
 def _parts(stream: Stream) -> Iterator[tuple[int, int, int | None]]:
@@ -115,6 +121,8 @@ def score(task: Task, method: Method, stream: Stream, answers: Answers) -> Recor
         known = torch.tensor([each.known for each in answers.decisions]) if answers.decisions else confidence
         both = known[stream.scored], stream.labels[stream.scored] != FOREIGN
         result |= {"auroc": metrics.auroc(*both), "fpr95": metrics.false_positive_rate(*both)}
+        if answers.held is not None and len(answers.held):
+            result["queued_foreign"] = float((stream.labels[answers.held] == FOREIGN).double().mean())
     if stream.attacked >= 0:
         found_by_class = scores.per_class.compute()
         result |= {"attacked": float(found_by_class[stream.attacked]), "target": float(found_by_class[stream.target])}

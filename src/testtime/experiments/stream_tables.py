@@ -25,6 +25,7 @@ SCORES = {
     "Brier": "brier",
     "AUROC": "auroc",
     "FPR95": "fpr95",
+    "foreign in queues": "queued_foreign",
     "attacked class": "attacked",
     "its target": "target",
     "learned from": "learned",
