@@ -43,12 +43,13 @@ from testtime.files import write_atomic  # noqa: E402
 from testtime.images import gpu_views  # noqa: E402
 from testtime.images.draw import draw  # noqa: E402
 from testtime.images.reading import read_image  # noqa: E402
+from testtime.images.views import grey_levels  # noqa: E402
 from testtime.images.views import views as pillow_views  # noqa: E402
 from testtime.machine.threads import workers  # noqa: E402
 from testtime.steppers import fast_of, open_stepper  # noqa: E402
 from testtime.steppers.gpu import dpe as kernels_of_dpe  # noqa: E402
 from testtime.steppers.gpu import graph  # noqa: E402
-from testtime.types import Task, ViewPlan  # noqa: E402
+from testtime.types import Preprocess, Task, ViewPlan  # noqa: E402
 
 
 class Bench:
@@ -191,12 +192,18 @@ def step(bench: Bench) -> None:
     bench.note("step", "dpe: the three products alone", bench.ms(three) / 20)  # those of the alignment, a lower bound
 
 
+def normalise(grey: Tensor, preprocess: Preprocess) -> Tensor:
+    """Grey levels (..., 3, H, W) normalised by the model's mean and standard deviation, in float32."""
+    mean, std = (torch.tensor(x, device=grey.device)[:, None, None] for x in (preprocess.mean, preprocess.std))
+    return torch.addcmul(-mean / std, grey.float(), 1 / (255 * std))
+
+
 def encoder(bench: Bench, name: str = "ViT-B-16", stage: str = "encoder") -> None:
     """The encoder alone, plain and captured, for one image's views and for four images'."""
     plain = bench.encoder(name)
     grey = bench.grey(plain, 4 * bench.views)
     one, four = bench.views, 4 * bench.views
-    normal = gpu_views.normalise(grey[:one], plain.preprocess, plain.dtype)
+    normal = normalise(grey[:one], plain.preprocess).to(plain.dtype)
     bench.note(stage, f"{name}, plain, {one} views", bench.ms(partial(plain.encode_images, normal)))
     for count, what in ((one, f"{one} views"), (four, f"{four} views, per image")):
         captured = Compiled(plain, count)
@@ -215,7 +222,7 @@ def float8(bench: Bench) -> None:
     views = [pillow_views(photograph(number), bench.views, preprocess, seed=0, index=number) for number in range(4)]
     shift, gain = (torch.tensor(x)[:, None, None] for x in (preprocess.mean, preprocess.std))
     grey = (255 * (torch.cat(views) * gain + shift)).round().to(bench.device)
-    truth = exact.encode_images(gpu_views.normalise(grey, preprocess, torch.float32))
+    truth = exact.encode_images(normalise(grey, preprocess))
     bench.note("float8", "1 - cosine of two images' features, mean", float(1 - (truth @ truth.T).mean()), "")
     for plain.float8, name in ((False, "bfloat16"), (True, "float8")):
         captured = Compiled(plain, count)
@@ -227,7 +234,7 @@ def float8(bench: Bench) -> None:
 
 
 def views(bench: Bench) -> None:
-    """Making the views of one image: random parameters, crops, AugMix; the same with Pillow, and the difference."""
+    """Making the views of one image: random parameters, crops, AugMix; with Pillow, on a GPU, and the difference."""
     preprocess = bench.encoder("ViT-B-16").preprocess
     image = photograph(0)
     picture = gpu_views.as_pixels(image).to(bench.device)
@@ -236,18 +243,16 @@ def views(bench: Bench) -> None:
         options = dict(seed=0, index=5, augmix=augmix)
         drawing = partial(draw, image.size, bench.views, preprocess.size, **options)
         bench.note("views", f"{name}: drawing what is random", bench.ms(drawing))
-        make = partial(gpu_views.grey_views, [picture], [drawing()], preprocess)
-        bench.note("views", f"{name}: one image", bench.ms(make))
-        four = partial(gpu_views.grey_views, [picture] * 4, [drawing()] * 4, preprocess)
-        bench.note("views", f"{name}: four images, each", bench.ms(four) / 4)
         if bench.gpu:
+            make = partial(gpu_views.grey_views, [picture], [drawing()], preprocess)
+            bench.note("views", f"{name}: one image", bench.ms(make))
+            four = partial(gpu_views.grey_views, [picture] * 4, [drawing()] * 4, preprocess)
+            bench.note("views", f"{name}: four images, each", bench.ms(four) / 4)
             bench.profiled[f"views, {name}"] = make
+            apart = (make()[0].cpu().float() - grey_levels(image, drawing(), preprocess)).abs().flatten(1).mean(1)
+            bench.note("views", f"{name}: mean difference from Pillow", float(apart.mean()), "grey levels")
+            bench.note("views", f"{name}: largest mean difference of a view", float(apart.max()), "levels")
         by_pillow = partial(pillow_views, image, bench.views, preprocess, **options)
-        ours = gpu_views.normalise(make()[0].cpu().float(), preprocess, torch.float32)
-        std = torch.tensor(preprocess.std)
-        apart = (ours - by_pillow()).mul(255 * std[:, None, None]).abs().flatten(1).mean(1)
-        bench.note("views", f"{name}: mean difference from Pillow", float(apart.mean()), "grey levels")
-        bench.note("views", f"{name}: largest mean difference of a view", float(apart.max()), "levels")
         bench.note("views", f"{name}: Pillow, one core", bench.ms(by_pillow, 2, 0))
 
 

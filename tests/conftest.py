@@ -60,6 +60,22 @@ def data() -> Path:
 
 
 @pytest.fixture
+def pillow_on_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, Pillow makes the views that Triton's kernels make on a GPU."""
+    import torch
+    from PIL import Image
+
+    from testtime.encoding import stream
+    from testtime.images.views import grey_levels
+
+    def grey_views(images: Any, drawn: Any, preprocess: Any) -> torch.Tensor:
+        pairs = zip(images, drawn, strict=True)
+        return torch.stack([grey_levels(Image.fromarray(image.numpy()), rows, preprocess) for image, rows in pairs])
+
+    monkeypatch.setattr(stream, "grey_views", grey_views)
+
+
+@pytest.fixture
 def benchmark(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
     """The programs that measure, as modules by their names."""
 

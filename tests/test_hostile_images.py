@@ -27,6 +27,7 @@ from testtime.images.views import clean, views
 from testtime.machine.threads import workers
 from testtime.types import ImageError, InputError, ViewPlan
 
+pytestmark = pytest.mark.usefixtures("pillow_on_device")
 TINY = load_encoder("tiny")
 
 

@@ -41,7 +41,12 @@ def complete(line: str) -> list[str]:
 
 @pytest.mark.parametrize(
     "command",
-    ["", *"run encode replay report train-prompts eval bench list doctor demo version data".split(), "data check"],
+    [
+        "",
+        *"run encode replay report train-prompts eval bench list doctor demo version data history".split(),
+        "data check",
+        "history unlearn",
+    ],
 )
 def test_help_loads_nothing_heavy(command) -> None:
     assert "Usage: testtime" in light(*command.split(), "--help")
@@ -60,6 +65,8 @@ def test_the_version_loads_nothing_heavy(word) -> None:
         ("testtime run --enc", ["--encoder"]),
         ("testtime run photos --method tp", ["tps", "tpt"]),
         ("testtime data c", ["check"]),
+        ("testtime history ", ["show", "rollback", "unlearn"]),
+        ("testtime history rollback h --bef", ["--before"]),
         ("testtime run photos --encoder o", ["offline", "open_clip:"]),
         ("testtime run photos --device c", ["cpu", "cuda"]),
         ("testtime run photos --preset ", ["released", "paper"]),

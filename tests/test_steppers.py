@@ -36,6 +36,7 @@ METHODS: dict[str, Any] = {
     "dpe": DPE(entropy_threshold=0.3),
     "dpe, views reselected": DPE(multi_view_prediction=True, entropy_threshold=0.3, queue=1),
     "dpe, as printed": DPE.paper(),
+    "evidence": tt.make_method("evidence"),
     "mcp": tt.make_method("mcp"),
     "mta": tt.make_method("mta"),
     "tda": TDA(neg_entropy_lower=0.0, neg_entropy_upper=1.0),

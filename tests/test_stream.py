@@ -29,6 +29,7 @@ from testtime.machine.threads import workers
 from testtime.ops import unit
 from testtime.types import FeatureError, ImageError, InputError, ViewPlan
 
+pytestmark = pytest.mark.usefixtures("pillow_on_device")
 TINY = load_encoder("tiny")
 NAMES = ["cat", "dog", "fox"]
 Way = Callable[..., Iterator[Encoded]]
@@ -39,7 +40,7 @@ def by_threads(encoder: Any, images: Any, plan: ViewPlan, first: int = 0) -> Ite
 
 
 def by_device(encoder: Any, images: Any, plan: ViewPlan, first: int = 0) -> Iterator[Encoded]:
-    """As on a GPU, but on the CPU: the same code without graphs and without Triton."""
+    """As on a GPU, but on the CPU: the same code without graphs, and with views by Pillow."""
     return streams._Device(encoder, plan, None).run(iter(enumerate(images, first)))
 
 
@@ -102,7 +103,18 @@ def test_features_of_the_device_are_those_of_pillow_up_to_rounding(paths: list[P
     found = list(by_device(TINY, paths, plan, 3))
     assert [entry.index for entry in found] == list(range(3, 12))
     for entry in found:
-        assert (entry.features * pillow(entry.source, entry.index, plan)).sum(-1).min() > 0.999
+        assert_close(entry.features, pillow(entry.source, entry.index, plan), "arithmetic")
+
+
+def test_long_strip_goes_through_pillow(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = ViewPlan(5, augmix=True, seed=7)
+    images = [read_image(paths[0]), photo(2, 9, 70), read_image(paths[1])]
+    whole = list(by_device(TINY, images, plan))
+    made, seen = streams.grey_views, []
+    monkeypatch.setattr(streams, "LONGEST", 60)
+    monkeypatch.setattr(streams, "grey_views", lambda given, *rest: (seen.extend(given), made(given, *rest))[1])
+    found = list(by_device(TINY, images, plan))
+    assert [max(pixels.shape) for pixels in seen] == [50, 57] and all(map(same, found, whole))
 
 
 def test_features_are_unit_rows_in_the_requested_precision(paths: list[Path]) -> None:
@@ -233,7 +245,7 @@ def test_split_stream_equals_the_whole_one_bitwise(way: Way, broken: list[Path],
 def test_indices_say_which_images_a_stream_has(
     broken: list[Path], count: int, monkeypatch: pytest.MonkeyPatch, way: Way
 ) -> None:
-    monkeypatch.setattr(streams, "on_device", lambda encoder: way is by_device)
+    monkeypatch.setattr(streams, "on_device", lambda *_: way is by_device)
     plan = ViewPlan(count, seed=2)
     whole = list(stream(TINY, broken, plan))
     every = [0, 3, 4, 7, 10]
@@ -358,13 +370,14 @@ def test_images_of_a_closed_stream_are_not_read(monkeypatch: pytest.MonkeyPatch)
     assert needed <= len(read) <= needed + readers._max_workers
 
 
-def test_views_are_made_on_the_device_of_an_encoder_that_offers_its_tower() -> None:
-    cuda = torch.device("cuda")
+def test_views_are_made_on_the_device_of_an_encoder_that_offers_its_tower(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, asked = torch.device("cuda"), []
+    monkeypatch.setattr(streams, "works", lambda *given: (asked.append(given), len(asked) < 3)[1])
     members = {name: getattr(TINY, name) for name in ("name", "dim", "scale", "preprocess", "dtype")}
     members |= {name: getattr(TINY, name) for name in ("encode_images", "encode_texts")}
     towered = members | {"image_tower": TINY.image_tower}
-    assert streams.on_device(SimpleNamespace(**towered, device=cuda))
-    assert not streams.on_device(SimpleNamespace(**members, device=cuda))
+    assert streams.on_device(SimpleNamespace(**towered, device=cuda), True)
+    assert not streams.on_device(SimpleNamespace(**members, device=cuda), True)
 
     class Passing:
         """Passes everything on to another encoder; from Python 3.12 on, isinstance does not see what it offers."""
@@ -372,8 +385,10 @@ def test_views_are_made_on_the_device_of_an_encoder_that_offers_its_tower() -> N
         def __getattr__(self, name: str) -> object:
             return (towered | {"device": cuda})[name]
 
-    assert streams.on_device(Passing())
-    assert not streams.on_device(SimpleNamespace(**towered, device=torch.device("cpu")))
+    assert streams.on_device(Passing(), False)
+    assert asked == [(cuda, TINY.preprocess, True), (cuda, TINY.preprocess, False)]
+    assert not streams.on_device(Passing(), False)  # Triton does not work any more
+    assert not streams.on_device(SimpleNamespace(**towered, device=torch.device("cpu")), True)
 
 
 class Variations:
@@ -397,7 +412,7 @@ def test_variations_follow_the_crops_and_are_drawn_one_image_at_a_time(
 ) -> None:
     threads(3)
     monkeypatch.setattr(streams, "_Device", None)  # variations are Pillow images, wherever the encoder is
-    monkeypatch.setattr(streams, "on_device", lambda encoder: True)
+    monkeypatch.setattr(streams, "on_device", lambda *_: True)
     source = Variations()
     plan = ViewPlan(4, seed=1, variations=source)
     found = list(stream(TINY, paths, plan))
@@ -415,7 +430,7 @@ def test_variations_follow_the_crops_and_are_drawn_one_image_at_a_time(
 def test_session_answers_from_the_stream_what_it_answers_step_by_step(
     paths: list[Path], tmp_path: Path, way: Way, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streams, "on_device", lambda encoder: way is by_device)
+    monkeypatch.setattr(streams, "on_device", lambda *_: way is by_device)
     task = tt.build_task(TINY, NAMES)
     given = [tmp_path / "first.jpg", *paths[:3], tmp_path / "missing.jpg", *paths[3:]]
     session, other = (tt.Session(task, "dpe", encoder=TINY, views=4, seed=5) for _ in range(2))
@@ -437,10 +452,10 @@ def test_answers_on_a_device_are_those_of_the_threads_up_to_rounding(
     task = tt.build_task(TINY, NAMES)
     answers = []
     for device in (False, True):
-        monkeypatch.setattr(streams, "on_device", lambda encoder, device=device: device)
+        monkeypatch.setattr(streams, "on_device", lambda *_, device=device: device)
         session = tt.Session(task, "dpe", encoder=TINY, views=4, seed=5)
         answers.append(torch.stack([answer.logits for _, answer in session.run(paths)]))
-    assert 0 < (answers[0] - answers[1]).abs().max() < 2  # grey levels that round differently
+    assert_close(answers[0], answers[1], "arithmetic")
 
 
 # NumPy

@@ -20,7 +20,6 @@ from testtime.experiments.run import find_columns, find_experiment, page, run_ex
 from testtime.experiments.scenarios import KINDS, Images, Stream, make_stream
 from testtime.experiments.sources import SEVERAL, SINGLE, find_domains, open_stored
 from testtime.methods.base import leaves
-from testtime.registry import make_method
 from testtime.session.session import Session
 from testtime.types import FeatureError, InputError
 
@@ -168,7 +167,7 @@ def test_an_attacker_takes_the_candidate_that_does_most_harm(file: Path, monkeyp
     assert margins[chosen] == min(margins.values())
     assert all(torch.equal(*pair) for pair in zip(before, leaves(session.state), strict=True))
     monkeypatch.setattr(stream_runs, "LOOKS", 4)  # of 14 turns: every third one
-    answers = stream_runs.run_stream(task, make_method("tda"), stream, guarded=False)
+    answers = stream_runs.run_stream(Session(task, "tda"), stream)
     sent = answers.rows[stream.turns] - stream.candidates[0]
     assert ((sent >= 0) & (sent < len(stream.candidates))).all() and stream.recipes == 16
     assert torch.equal(sent[1:3] % 16, sent[:2] % 16) and len(sent[:3].unique()) == 3  # alike, of other images
@@ -179,7 +178,7 @@ def test_an_attacker_takes_the_candidate_that_does_most_harm(file: Path, monkeyp
 
 
 def test_the_guard_is_compared_with_the_same_method_without_it(run: Run, monkeypatch) -> None:
-    monkeypatch.setattr(stream_runs, "Session", Guarded)
+    monkeypatch.setattr(streams, "Session", Guarded)
     result = run()
     for row in result["rows"]:
         if row["guard"] and "not run" not in row:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
+from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
@@ -200,9 +201,12 @@ def settings_of(method: Any) -> dict[str, Any]:
     return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(method).items()}
 
 
+_type_hints = cache(get_type_hints)  # a saved session asks for those of every setting
+
+
 def kinds(method: Any) -> dict[str, Any]:
     """The type of each of a method's settings, by name, in order."""
-    hints = get_type_hints(method)
+    hints = _type_hints(method)
     return {entry.name: hints[entry.name] for entry in fields(method)}
 
 

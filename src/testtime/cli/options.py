@@ -212,6 +212,22 @@ Logs = Annotated[
         "can be repeated.",
     ),
 ]
+History = Annotated[
+    Path | None,
+    typer.Option(
+        "--history",
+        metavar="FOLDER",
+        help="Folder for the history of the run, with which 'testtime history' goes back or unlearns an image.",
+    ),
+]
+SnapshotEvery = Annotated[
+    int | None,
+    typer.Option("--snapshot-every", help="Images between two snapshots of the history.", show_default="200"),
+]
+HistoryLimit = Annotated[
+    int | None,
+    typer.Option("--history-limit", help="Most images in the history; the oldest are dropped.", show_default="10,000"),
+]
 Force = Annotated[bool, flag("--force", help="Overwrite files that exist.")]
 Strict = Annotated[bool, flag("--strict", help="Stop at an image that cannot be read instead of skipping it.")]
 

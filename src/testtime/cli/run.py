@@ -15,11 +15,12 @@ from rich.markup import escape
 
 from testtime.cli import config, options
 from testtime.cli.terminal import Watch, counted, err, note, opened, percent, progress
-from testtime.errors import InputError, Interrupted
+from testtime.errors import InputError, Interrupted, StateError
 
 if TYPE_CHECKING:
     from testtime.guard import Guard
     from testtime.report.record import Record
+    from testtime.session.history import History
     from testtime.session.journal import LateLabels, Tally
     from testtime.session.session import Session
     from testtime.types import Method, StoredImage
@@ -72,6 +73,9 @@ def run(
             "skipped.",
         ),
     ] = None,
+    history: options.History = None,
+    snapshot_every: options.SnapshotEvery = None,
+    history_limit: options.HistoryLimit = None,
     report: options.Report = None,
     log: options.Logs = None,
     force: options.Force = False,
@@ -154,10 +158,13 @@ def _check_outputs(
     from testtime.files import check_place, locked
     from testtime.files.outputs import distinct, refuse_existing
     from testtime.session.answers import partial_file
+    from testtime.session.history_files import check_outputs
 
     for path in outputs[1:]:
         check_place(path)
-    distinct(outputs.by_option() | logs, inputs)
+    if (history := context.params["history"]) is not None:
+        check_outputs(history, outputs.by_option() | logs, resume is not None or force)
+    distinct(outputs.by_option() | logs | {"--history": history}, inputs)
     # --save may be the same file, and often is
     distinct(outputs._replace(state=None).by_option() | logs, {"--resume": resume})
     for path in (outputs.rows, outputs.state):
@@ -209,6 +216,7 @@ def _classify(
             if not before.remaining:
                 note(f"All {counted(len(paths), 'image')} are already in {outputs.rows}; nothing is left to do.")
                 return
+        history = _open_history(context, session, resume)
         paths, labels = [paths[i] for i in before.remaining], [labels[i] for i in before.remaining]
         config.keep(context, outputs.rows, bool(before.rows))
         tally = Tally(labels, session.position)
@@ -231,7 +239,8 @@ def _classify(
         with opened(file, append=bool(before.rows)) as stream:
             rows = Watch(session.task.classnames) if watching else Rows(stream, style, before.rows)
             kept = rows if isinstance(rows, Rows) and file is not None and file.is_file() else None
-            journal = Journal(session, rows.write, before, outputs.state, kept, labels)
+            flush = {} if history is None else {"before_save": history.flush}  # a state is never ahead of its history
+            journal = Journal(session, rows.write, before, outputs.state, kept, labels, **flush)
             session.observers.append(journal)
             skip = None if context.params["strict"] else _print_skipped
             with journal.saving(), progress("images", len(paths), quiet=file is None) as advance:
@@ -246,10 +255,28 @@ def _classify(
     if outputs.report is not None and record is not None and tally.images:
         about["order"] += f", interrupted after {tally.images:,} of {len(paths):,} images" * stopped
         _write_report(outputs.report, record, **about)
-    _print_tally(tally, session, outputs, late, context.params["json_summary"])
+    _print_tally(context, tally, session, outputs, late)
     if stopped:
-        then = _how_to_resume(outputs.state, outputs.rows)
+        then = _how_to_resume(outputs.state, outputs.rows, context.params["history"])
         raise Interrupted(f"Interrupted after {tally.images:,} of {len(paths):,} images. {then}")
+
+
+def _open_history(context: typer.Context, session: Session, resume: Path | None) -> History | None:
+    """The history that --history asks for, a new one or that of the resumed run, closed at the end of the command."""
+    from testtime.session.history import History
+
+    folder, every, limit = (context.params[name] for name in ("history", "snapshot_every", "history_limit"))
+    if folder is None:
+        if every is not None or limit is not None:
+            raise InputError("--snapshot-every and --history-limit need --history FOLDER.")
+        return None
+    try:
+        history = History(session, folder, every=every, limit=limit, overwrite=resume is None)
+    except StateError as problem:
+        if not context.params["force"]:
+            raise StateError(f"{problem} Or --force starts a new history.") from None
+        history = History(session, folder, every=every, limit=limit, overwrite=True)
+    return context.with_resource(history)
 
 
 def _print_skipped(_: object, error: InputError) -> None:
@@ -274,7 +301,11 @@ def _ignored_options(
     return [words[name] for name in other if other[name] and options.given(context, name)]
 
 
-def _how_to_resume(save: Path | None, output: Path | None) -> str:
+def _how_to_resume(save: Path | None, output: Path | None, history: Path | None) -> str:
+    if save is None and history is not None:
+        return (
+            f"What was learned is in {history}; 'testtime history rollback {history} --out FILE' writes it to a file."
+        )
     if save is None:
         return "What was learned is lost; --save FILE would keep it, and --resume FILE would resume from it."
     if output is None:
@@ -305,14 +336,16 @@ def _write_report(file: Path, record: Record, name: str, order: str) -> None:
     write_atomic(file, html([made], about, "testtime run"))
 
 
-def _print_tally(tally: Tally, session: Session, outputs: Outputs, late: LateLabels | None, as_json: bool) -> None:
+def _print_tally(
+    context: typer.Context, tally: Tally, session: Session, outputs: Outputs, late: LateLabels | None
+) -> None:
     rows, state, report, _ = outputs
-    report = report if tally.images else None
+    report, history = report if tally.images else None, context.params["history"]
     about = tally.summary() | {"method": session.method.name, "state": str(state) if state else None}
-    about |= {"report": str(report)} if report else {}
+    about |= {name: str(path) for name, path in (("report", report), ("history", history)) if path}
     about |= {"guard": tally.guard.summary()} if session.guard else {}
     about |= {"labels_used": late.spent, "proven": session.proven} if late else {}
-    if as_json:
+    if context.params["json_summary"]:
         print(json.dumps(about), file=sys.stderr)
         return
     labelled = tally.accuracy.images
@@ -323,6 +356,7 @@ def _print_tally(tally: Tally, session: Session, outputs: Outputs, late: LateLab
         + (f", {tally.skipped} skipped" if tally.skipped else "")
         + (f"; rows in {escape(str(rows))}" if rows else "")
         + (f"; state in {escape(str(state))}" if state else "")
+        + (f"; history in {escape(str(history))}" if history else "")
         + (f"; page in {escape(str(report))}" if report else ""),
         highlight=False,
         soft_wrap=True,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,14 +37,6 @@ def verified(ours: Tower | None, plain: Tower, encoder: DeviceEncoder, least: fl
     return ours if alike > least else plain
 
 
-class Block(NamedTuple):
-    """Static buffers for a fixed number of rows, and the launch that turns pixels into features."""
-
-    pixels: Tensor  # (rows, 3, size, size), grey levels from 0 to 255
-    features: Tensor  # (rows, D) float32 unit rows
-    launch: Callable[[], object]
-
-
 class Compiled:
     """Unit features of `rows` views at a time; `graphs` defaults to whether the encoder is on a GPU.
 
@@ -66,7 +57,7 @@ class Compiled:
             channels = encoder.preprocess.mean, encoder.preprocess.std
             mean, std = (torch.tensor(values, device=encoder.device)[:, None, None] for values in channels)
             self._gain, self._shift = 1 / (255 * std), -mean / std
-        self._block: Block | None = None
+        self._run: Tower | None = None
         self._lock = threading.Lock()
 
     def encode(self, grey: Tensor) -> Tensor:
@@ -83,37 +74,33 @@ class Compiled:
                     if self.rows == 1:
                         raise
                 # outside `except`, whose traceback keeps the memory alive
-                self._block, before, self.rows = None, self.rows, self.rows // 2
+                self._run, before, self.rows = None, self.rows, self.rows // 2
                 warn_once(f"Out of memory at {before} views at a time; continuing with {self.rows}.")
                 torch.cuda.empty_cache()  # does nothing without a GPU
             return torch.cat(parts) if parts else torch.zeros(0, self.encoder.dim, device=self.encoder.device)
 
     def _launch(self, grey: Tensor) -> Tensor:
         """Unit features (n, D) of at most `rows` views."""
-        count = len(grey)
-        if self._block is None:
-            self._block = self._make_block(grey)
-        block = self._block
-        block.pixels[:count].copy_(grey, non_blocking=True)
-        block.pixels[count:].zero_()
-        block.launch()
-        return block.features[:count].clone()
+        if self._run is None:
+            self._run = self._prepare(grey.shape[1:])
+        return self._run(grey)
 
-    def _make_block(self, grey: Tensor) -> Block:
+    def _prepare(self, shape: torch.Size) -> Tower:
+        """From at most `rows` views of this shape to their unit features, through static buffers and maybe a graph."""
         device, dtype = self.encoder.device, self.encoder.dtype
         # integer grey levels are exact in half precision; bfloat16 has 8 bits, and mixed levels need more
         levels = torch.float32 if dtype == torch.float32 else torch.float16
-        pixels = torch.zeros(self.rows, *grey.shape[1:], dtype=levels, device=device)
+        pixels = torch.zeros(self.rows, *shape, dtype=levels, device=device)
         features = torch.zeros(self.rows, self.encoder.dim, device=device)
 
-        def run() -> None:
+        def compute() -> None:
             normal = torch.addcmul(self._shift, pixels, self._gain).to(dtype)
             features.copy_(normalize(self._tower(normal).float(), dim=-1))
 
-        launch: Callable[[], object] = run
+        launch: Callable[[], object] = compute
         if self._graphs:
             try:
-                launch = capture(run).replay
+                launch = capture(compute).replay
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # errors of libraries during capture have no common base class
@@ -121,4 +108,11 @@ class Compiled:
                     f"Encoder '{self.encoder.name}' cannot be captured; running without a graph ({reason(error)})."
                 )
                 self._graphs = False
-        return Block(pixels, features, launch)
+
+        def run(grey: Tensor) -> Tensor:
+            pixels[: len(grey)].copy_(grey, non_blocking=True)
+            pixels[len(grey) :].zero_()
+            launch()
+            return features[: len(grey)].clone()
+
+        return run

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from testtime.encoding.store import Features, save_features, write_index
-from testtime.encoding.stream import readable, stream
+from testtime.encoding.stream import Encoded, stream
 from testtime.files.identity import digest, identity, stamp, weights
 from testtime.types import Encoder, InputError, StoredImage, Task, ViewPlan
 
 DTYPES = {"float16": torch.float16, "float32": torch.float32}
+Report: TypeAlias = Callable[[str], None] | None
+Progress: TypeAlias = Callable[[int], None] | None
 RECIPE = 1  # version of views and features: incremented whenever the same images give other numbers
 
 
@@ -40,9 +42,9 @@ def encode(
     dataset: str = "",
     resume: bool = False,
     retext: bool = False,
-    on_skip: Callable[[str], None] | None = None,
-    progress: Callable[[int], None] | None = None,
-    report: Callable[[str], None] | None = None,
+    on_skip: Report = None,
+    progress: Progress = None,
+    report: Report = None,
 ) -> int:
     """Write the features of images to a store, and return how many there are.
 
@@ -93,13 +95,10 @@ def encode(
         writing: Future[object] = writer.submit(lambda: None)
         kept: list[int] = []
         features: list[Tensor] = []
-        for entry in readable(entries, on_skip):
+        for entry in _readable(entries, on_skip, progress, finished):
             if entry.features is not None:
                 kept.append(entry.index)
                 features.append(entry.features.to(dtype))
-            finished += 1
-            if progress:
-                progress(finished)
             number = entry.index // size
             if entry.index == parts[number][-1]:
                 counts[number] = len(kept)
@@ -157,7 +156,7 @@ def _find_done(
     task: Task,
     known: Tensor | None,
     retext: bool,
-    report: Callable[[str], None] | None,
+    report: Report,
 ) -> _Done | None:
     """A finished shard, if it exists and its features are those of these images."""
     if not path.exists():
@@ -188,21 +187,27 @@ def encode_images(
     paths: Sequence[StoredImage],
     plan: ViewPlan = ViewPlan(),
     *,
-    on_skip: Callable[[str], None] | None = None,
-    progress: Callable[[int], None] | None = None,
+    on_skip: Report = None,
+    progress: Progress = None,
 ) -> tuple[Tensor, list[int]]:
     """Features (n, V, D) of the images that can be read, and their indices in `paths`.
 
     An image that cannot be read is reported to `on_skip` in one line; without it, the error is raised.
     """
-    features: list[Tensor] = []
-    kept: list[int] = []
-    for entry in readable(stream(encoder, paths, plan), on_skip):
-        if entry.features is not None:
-            features.append(entry.features)
-            kept.append(entry.index)
-        if progress:
-            progress(entry.index + 1)
-    if not kept:
+    entries = _readable(stream(encoder, paths, plan), on_skip, progress)
+    found = {entry.index: entry.features for entry in entries if entry.features is not None}
+    if not found:
         raise InputError(f"None of the {len(paths)} images could be read.")
-    return torch.stack(features), kept
+    return torch.stack(list(found.values())), list(found)
+
+
+def _readable(entries: Iterable[Encoded], on_skip: Report, progress: Progress, finished: int = 0) -> Iterator[Encoded]:
+    """All entries; errors are reported to `on_skip`, or raised without it. `finished` images were done before."""
+    for number, entry in enumerate(entries, start=finished + 1):
+        if entry.error is not None:
+            if on_skip is None:
+                raise entry.error
+            on_skip(str(entry.error))
+        if progress:
+            progress(number)
+        yield entry

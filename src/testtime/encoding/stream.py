@@ -3,8 +3,8 @@
     images -> read -> views -> encode -> unit features, in the order of the input
 
 Images are read by threads. On a CPU, Pillow makes the views, and each thread encodes blocks of them by itself. On a
-GPU, if the encoder offers its tower (`types.DeviceEncoder`), views are made there, on a separate CUDA stream.
-An image that cannot be used is reported in its turn.
+GPU, if Triton works and the encoder offers its tower (`types.DeviceEncoder`), views are made there, on a separate CUDA
+stream; otherwise Pillow makes them, and one thread encodes them. An image that cannot be used is reported in its turn.
 
 Memory is bounded: a file's header gives the size of its image, and a large one is decoded only once it fits the memory
 budget (`DECODED`) beside the images in progress. So a stream takes that much plus one image, of at most
@@ -22,10 +22,9 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import chain, count, groupby
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
@@ -39,8 +38,8 @@ from testtime.encoding.encoders import needed
 from testtime.images import reading
 from testtime.images.diffusion import variation_views
 from testtime.images.draw import Drawn, draw
-from testtime.images.gpu_views import as_pixels, as_tensor, grey_views
-from testtime.images.views import views
+from testtime.images.gpu_views import LONGEST, as_pixels, as_tensor, grey_views, works
+from testtime.images.views import grey_levels, views
 from testtime.machine.devices import step_device
 from testtime.machine.threads import workers
 from testtime.ops import checked_views, refuse_views, unit_views
@@ -110,31 +109,22 @@ def stream(
         return
     numbered = chain([head], numbered)
     if _is_features(head[1]):
-        yield from _pass_through(numbered, like)
+        for index, source in numbered:
+            yield _unit(index, source, partial(as_rows, source), like)
     elif encoder is None:
         _check_image(head[1])
         raise InputError("This session has no encoder; give features, or make it with Session(..., encoder=).")
-    elif plan.variations is None and on_device(encoder := needed(encoder)):
+    elif plan.variations is None and on_device(encoder := needed(encoder), plan.augmix):
         yield from _Device(encoder, plan, like).run(numbered)
     else:
         yield from _on_cpu(encoder, numbered, plan, like)
 
 
-def readable(entries: Iterable[Encoded], on_skip: Callable[[str], None] | None) -> Iterator[Encoded]:
-    """All entries; errors are reported to `on_skip` in one line, or raised without it."""
-    for entry in entries:
-        if entry.error is not None:
-            if on_skip is None:
-                raise entry.error
-            on_skip(str(entry.error))
-        yield entry
-
-
-def on_device(encoder: Encoder) -> TypeGuard[DeviceEncoder]:
-    """Whether views are made and encoded on the encoder's device: a GPU, for an encoder that offers its tower."""
+def on_device(encoder: Encoder, augmix: bool) -> TypeGuard[DeviceEncoder]:
+    """Whether views are made and encoded on the encoder's device: a GPU with Triton, if it offers its tower."""
     # not isinstance: from Python 3.12 on it misses what an encoder passes on from another with __getattr__
     offered = hasattr(encoder, "image_tower") and hasattr(encoder, "dtype")
-    return offered and encoder.device.type == "cuda"
+    return offered and encoder.device.type == "cuda" and works(encoder.device, encoder.preprocess, augmix)
 
 
 def _is_features(source: Any) -> bool:
@@ -159,20 +149,11 @@ def as_rows(source: Any) -> Tensor:
     return rows[None] if rows.ndim == 1 else rows
 
 
-def _pass_through(numbered: Iterator[tuple[int, Source]], like: Tensor | None) -> Iterator[Encoded]:
-    for index, source in numbered:
-        try:
-            rows = as_rows(source)
-        except InputError as error:
-            yield Encoded(index, source, None, error)
-        else:
-            yield _unit(index, source, rows, like)
-
-
-def _unit(index: int, source: Source, rows: Tensor, like: Tensor | None) -> Encoded:
-    """Features normalised to unit rows, or an error."""
+def _unit(index: int, source: Source, rows: Callable[[], Tensor], like: Tensor | None) -> Encoded:
+    """The features that `rows` returns, normalised to unit rows; or the error, its own or that they are unusable."""
     try:
-        return Encoded(index, source, unit_views(rows[None], rows if like is None else like, index)[0])
+        features = rows()
+        return Encoded(index, source, unit_views(features[None], features if like is None else like, index)[0])
     except InputError as error:
         return Encoded(index, source, None, error)
 
@@ -184,15 +165,14 @@ class MemoryBudget:
         self.total, self.taken = total, 0
         self._changed = threading.Condition()
 
-    def take(self, size: int, *, wait: bool = False, force: bool = False) -> bool:
-        """Reserve bytes if they fit, or by `force`, or after a `wait` until they fit or none are taken. True if so."""
+    def take(self, size: int, *, wait: bool = False, force: bool = False) -> None:
+        """Reserve bytes: by `force`, after a `wait` until they fit or none are taken, or else raise _Full."""
         with self._changed:
             if wait:
                 self._changed.wait_for(lambda: not self.taken or self._fits(size))
             elif not force and not self._fits(size):
-                return False
+                raise _Full
             self.taken += size
-            return True
 
     def release(self, size: int) -> None:
         """Release bytes."""
@@ -219,8 +199,7 @@ class _Share:
     def admit(self, extent: tuple[int, int]) -> None:
         """Reserve what an image of this width and height needs while it is processed."""
         size = extent[0] * extent[1] * reading.BYTES_PER_PIXEL
-        if not self.budget.take(size, **self._take):
-            raise _Full
+        self.budget.take(size, **self._take)
         self.size = size
 
     def keep(self, size: int) -> None:
@@ -238,74 +217,46 @@ def as_image(source: Source, admit: Callable[[tuple[int, int]], object] | None =
     return source if isinstance(source, Image.Image) else Image.fromarray(as_pixels(source).cpu().numpy())
 
 
-@contextmanager
-def _memory_errors(source: Source) -> Iterator[None]:
-    """Raise an out-of-memory error as an ImageError of this image."""
-    try:
-        yield
-    except MemoryError:
-        with reading.image_errors(reading.source_name(source)):
-            raise
-
-
 # On the CPU
 
 
 def _on_cpu(
     encoder: Encoder, numbered: Iterator[tuple[int, Source]], plan: ViewPlan, like: Tensor | None
 ) -> Iterator[Encoded]:
-    threads = torch.get_num_threads()
+    threads, home = torch.get_num_threads(), step_device(encoder.device)
     pool, waiting = workers(threads, flush=True), deque[tuple[int, Source, Future[list[Future[Tensor]]]]]()
-    encode = _encoding(encoder, pool)
+    # on a GPU one thread encodes, in larger blocks: torch does not promise that several may use Apple's at once
+    encoders, rows = (pool, ROWS) if encoder.device.type == "cpu" else (workers(1), LAUNCH)
     ahead = 2 + 2 * threads * ROWS // max(plan.total, ROWS)  # images in progress: enough for all, few enough for memory
     budget = MemoryBudget(max(DECODED, threads * PER_THREAD))
+
+    def prepare(index: int, source: Source) -> list[Future[Tensor]]:
+        """Read one image, make its views, and start to encode them in blocks."""
+        share = _Share(budget, wait=True)  # for images in progress, which never wait themselves
+        try:
+            with reading.image_errors(reading.source_name(source), MemoryError):
+                pixels = _views(as_image(source, share.admit), encoder, plan, index)
+        finally:
+            share.keep(0)
+        return [encoders.submit(encode, block) for block in pixels.split(rows)]
+
+    def encode(pixels: Tensor) -> Tensor:
+        return encoder.encode_images(pixels).to(home)
+
+    def features(blocks: Future[list[Future[Tensor]]]) -> Tensor:
+        return torch.cat([block.result() for block in blocks.result()])
+
     try:
         while True:
             while len(waiting) < ahead and (entry := next(numbered, None)) is not None:
-                waiting.append((*entry, pool.submit(_prepare, encode, budget, encoder, plan, *entry)))
+                waiting.append((*entry, pool.submit(prepare, *entry)))
             if not waiting:
                 return
             index, source, blocks = waiting.popleft()
-            try:
-                rows = torch.cat([block.result() for block in blocks.result()])
-            except InputError as error:
-                yield Encoded(index, source, None, error)
-                continue
-            yield _unit(index, source, rows, like)
+            yield _unit(index, source, partial(features, blocks), like)
     finally:
         for _, _, blocks in waiting:
             blocks.cancel()
-
-
-def _encoding(encoder: Encoder, pool: ThreadPoolExecutor) -> Callable[[Tensor], list[Future[Tensor]]]:
-    """A function that starts to encode the views of an image in blocks, each by any free thread.
-
-    On an Apple GPU, one thread takes all, in larger blocks: torch does not promise that several may use it at once.
-    """
-    if encoder.device.type != "mps":
-        return lambda pixels: [pool.submit(encoder.encode_images, block) for block in pixels.split(ROWS)]
-    alone, home = workers(1), step_device(encoder.device)
-    return lambda pixels: [
-        alone.submit(lambda rows: encoder.encode_images(rows).to(home), block) for block in pixels.split(LAUNCH)
-    ]
-
-
-def _prepare(
-    encode: Callable[[Tensor], list[Future[Tensor]]],
-    budget: MemoryBudget,
-    encoder: Encoder,
-    plan: ViewPlan,
-    index: int,
-    source: Source,
-) -> list[Future[Tensor]]:
-    """Read one image, make its views, and start to encode them."""
-    share = _Share(budget, wait=True)  # for images in progress, which never wait themselves
-    try:
-        with _memory_errors(source):
-            pixels = _views(as_image(source, share.admit), encoder, plan, index)
-    finally:
-        share.keep(0)
-    return encode(pixels)
 
 
 def _views(image: Image.Image, encoder: Encoder, plan: ViewPlan, index: int) -> Tensor:
@@ -321,12 +272,12 @@ def _views(image: Image.Image, encoder: Encoder, plan: ViewPlan, index: int) -> 
 
 
 class _Read(NamedTuple):
-    """One image as read by a thread."""
+    """One image as read by a thread: its pixels and random parameters, or its views if they are already made."""
 
     pixels: Tensor  # (H, W, 3) uint8
-    drawn: Drawn  # random parameters of its views
+    drawn: Drawn
     share: _Share  # of the memory budget
-    grey: Tensor | None = None  # (V, 3, size, size), its views if already made
+    grey: Tensor | None = None  # (V, 3, size, size)
 
 
 @dataclass(eq=False)
@@ -340,7 +291,7 @@ class _Waiting:
 
 
 class _Launched(NamedTuple):
-    """Images in flight: features of those without an error, and whether these are usable."""
+    """Images in flight: the features of a launch, by their position in it, and whether these are usable."""
 
     images: Sequence[_Waiting]
     features: Tensor  # (n, V, D)
@@ -386,15 +337,16 @@ class _Device:
 
         Threads never wait for memory: only the caller frees it, by taking features, and may do other things first.
         """
-        share, plan = _Share(self.budget, force=now), self.plan
+        share, plan, preprocess = _Share(self.budget, force=now), self.plan, self.encoder.preprocess
         try:
-            with _memory_errors(source):
+            with reading.image_errors(reading.source_name(source), MemoryError):
                 _check_image(source)
                 pixels = as_pixels(source if isinstance(source, Tensor | np.ndarray) else as_image(source, share.admit))
                 share.keep(pixels.nbytes)  # decoded, it takes less
-                height, width = pixels.shape[:2]
-                size = self.encoder.preprocess.size
-                drawn = draw((width, height), plan.count, size, seed=plan.seed, index=index, augmix=plan.augmix)
+                extent = pixels.shape[1], pixels.shape[0]
+                drawn = draw(extent, plan.count, preprocess.size, seed=plan.seed, index=index, augmix=plan.augmix)
+                if max(extent) > LONGEST:
+                    return _Read(pixels, drawn, share, grey_levels(as_image(pixels), drawn, preprocess))
                 if self.side and not pixels.is_cuda and pixels.nbytes <= PINNED:
                     pixels = pixels.pin_memory()
                 return _Read(pixels, drawn, share)
@@ -405,20 +357,26 @@ class _Device:
     def _launch(self, group: Sequence[_Waiting]) -> _Launched:
         """A group launched through the encoder, on a side stream if on a GPU."""
         if self.side is None:
-            return _Launched(group, *self._features(self._collect(group)))
+            return _Launched(group, *self._features(self._views(group)))
         caller = torch.cuda.current_stream(self.encoder.device)
         self.side.wait_stream(caller)
         with torch.cuda.stream(self.side):
-            features, good = self._features(self._collect(group))
+            features, good = self._features(self._views(group))
             good = good.to("cpu", non_blocking=True)
             event = torch.cuda.Event()
             event.record()
         features.record_stream(caller)  # its memory must not be reused before the caller is done with it
         return _Launched(group, features, good, event)
 
-    def _collect(self, group: Sequence[_Waiting]) -> dict[int, _Read]:
-        """The readable images of a group, by position in it, on the device; their budget is released."""
-        reads = {}
+    def _views(self, group: Sequence[_Waiting]) -> dict[int, Tensor]:
+        """Views (V, 3, size, size) of the readable images of a group, by position in it; their budget is released."""
+        reads, made = dict[int, _Read](), dict[int, Tensor]()
+
+        def make() -> None:
+            pixels, drawn = [read.pixels for read in reads.values()], [read.drawn for read in reads.values()]
+            made.update(zip(reads, grey_views(pixels, drawn, self.encoder.preprocess), strict=True))
+            reads.clear()
+
         for image in group:
             try:
                 try:
@@ -428,44 +386,38 @@ class _Device:
             except InputError as error:
                 image.error = error
                 continue
-            read = read._replace(pixels=read.pixels.to(self.encoder.device, non_blocking=True))
-            if read.pixels.nbytes > PINNED:  # at once: several such images would fill the device
-                read = read._replace(grey=self._grey([read])[0], pixels=read.pixels.new_empty(0))
-            reads[image.index % self.together] = read
+            position = image.index % self.together
+            if read.grey is not None:
+                made[position] = read.grey.to(self.encoder.device)
+            else:
+                reads[position] = read._replace(pixels=read.pixels.to(self.encoder.device, non_blocking=True))
+                if read.pixels.nbytes > PINNED:  # at once: several such images would fill the device
+                    make()
             read.share.keep(0)
-        return reads
+        if reads:
+            make()
+        return made
 
-    def _grey(self, reads: Sequence[_Read]) -> Tensor:
-        """Views of some images (n, V, 3, size, size)."""
-        return grey_views([read.pixels for read in reads], [read.drawn for read in reads], self.encoder.preprocess)
-
-    def _features(self, reads: dict[int, _Read]) -> tuple[Tensor, Tensor]:
-        """Unit features (n, V, D), and whether they are usable: (n,)."""
-        if not reads:
+    def _features(self, made: dict[int, Tensor]) -> tuple[Tensor, Tensor]:
+        """Unit features (n, V, D) of a launch, and whether they are usable: (n,)."""
+        if not made:
             return torch.empty(0, device=self.encoder.device), torch.empty(0)
-        rest = [read for read in reads.values() if read.grey is None]
-        grey = self._grey(rest) if rest else None
-        if grey is None or len(rest) < self.together:  # some are made already, or missing: those stay black
-            made = iter(() if grey is None else grey)
-            rows = {position: next(made) if read.grey is None else read.grey for position, read in reads.items()}
-            size = self.encoder.preprocess.size
-            grey = next(iter(rows.values())).new_zeros(self.together, self.plan.count, 3, size, size)
-            for position, row in rows.items():
-                grey[position] = row
-        features = self.compiled.encode(grey.flatten(0, 1)).unflatten(0, (self.together, -1))
-        if len(reads) < self.together:  # one by one: a list of indices would be copied there, and waited for
-            features = torch.stack([features[position] for position in reads])
+        black = torch.zeros_like(next(iter(made.values())))  # for images that are missing
+        grey = torch.cat([made.get(position, black) for position in range(self.together)])
+        features = self.compiled.encode(grey).unflatten(0, (self.together, -1))
         return checked_views(features, features if self.like is None else self.like)
 
     def _finish(self, launched: _Launched) -> Iterator[Encoded]:
         """A group once its features have arrived; unusable features become errors."""
         if launched.event is not None:
             launched.event.synchronize()  # later launches keep the GPU busy
-        rows = zip(launched.features, launched.good.tolist(), strict=True)
+        good = launched.good.tolist()
         for image in launched.images:
-            features, usable = (None, False) if image.error else next(rows)
-            error = image.error if features is None or usable else refuse_views(features[None], image.index)
-            yield Encoded(image.index, image.source, features if usable else None, error)
+            position = image.index % self.together
+            if image.error is None and not good[position]:
+                image.error = refuse_views(launched.features[position, None], image.index)
+            features = launched.features[position] if image.error is None else None
+            yield Encoded(image.index, image.source, features, image.error)
 
 
 @cache

@@ -13,12 +13,17 @@ model itself before it is used.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from itertools import chain
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+Rows: TypeAlias = tuple[Tensor, Tensor]  # (N, W) in float8, and the scales (N, 1) to multiply them with
 
 
 class Block(NamedTuple):
@@ -48,9 +53,13 @@ class Weights(NamedTuple):
 
 
 class Tower:
-    """Features (B, D) of normalised pixels (B, 3, H, W)."""
+    """Features (B, D) of normalised pixels (B, 3, H, W).
 
-    def __init__(self, weights: Weights) -> None:
+    With `float8`, for bfloat16 weights, the three large GEMMs of every block but the last are in float8. Each row of
+    either factor has its own scale, by its largest value: nothing is calibrated on images.
+    """
+
+    def __init__(self, weights: Weights, float8: bool = False) -> None:
         self.weights = weights
         width = weights.patch.shape[0]
         self.patch = weights.patch.flatten(1).contiguous()  # (W, 3 P P)
@@ -59,6 +68,8 @@ class Tower:
             from testtime.encoding import vit_kernels
 
             self.kernels = vit_kernels
+        large = [part for block in weights.blocks[:-1] for part in (block.qkv, block.up.weight, block.down.weight)]
+        self.float8 = {id(weight): quantise_rows(weight) for weight in large} if float8 else {}
         # sum of the residual stream's biases so far, at each norm
         offset = weights.patch.new_zeros(width)
         self.offsets = [offset]
@@ -73,7 +84,8 @@ class Tower:
         *blocks, last = weights.blocks
         offsets = iter(self.offsets)
         for block in blocks:
-            y = self._qkv(x, next(offsets), block)
+            y = self._norm(x, next(offsets), block.norm1, bool(self.float8))
+            y = self._gemm(y, block.qkv, block.qkv_bias)
             q, k, v = y.view(count, tokens, 3, weights.heads, -1).permute(2, 0, 3, 1, 4)
             y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(-1, width)
             x.addmm_(y, block.out.weight.T)
@@ -99,159 +111,117 @@ class Tower:
         torch.add(products.view(count, -1, len(self.patch)), weights.positions[1:], out=tokens[:, 1:])
         return self._norm(tokens.flatten(0, 1), self.offsets[0], weights.before).view_as(tokens)
 
-    def _qkv(self, x: Tensor, offset: Tensor, block: Block) -> Tensor:
-        return F.linear(self._norm(x, offset, block.norm1), block.qkv, block.qkv_bias)
-
     def _mlp(self, x: Tensor, offset: Tensor, block: Block) -> Tensor:
-        y = F.linear(self._norm(x, offset, block.norm2), block.up.weight, block.up.bias)
-        return x.addmm_(self._activate(y), block.down.weight.T)
+        float8 = id(block.up.weight) in self.float8
+        y = self._gemm(self._norm(x, offset, block.norm2, float8), block.up.weight, block.up.bias)
+        y = self._activate(y, float8)
+        return x.add_(self._gemm(y, block.down.weight)) if float8 else x.addmm_(y, block.down.weight.T)
 
-    def _norm(self, x: Tensor, offset: Tensor, norm: nn.LayerNorm) -> Tensor:
+    def _gemm(self, x: Tensor | Rows, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x weight.T + bias, in float8 for rows in float8."""
+        return F.linear(x, weight, bias) if isinstance(x, Tensor) else scaled_gemm(x, self.float8[id(weight)], bias)
+
+    def _norm(self, x: Tensor, offset: Tensor, norm: nn.LayerNorm, float8: bool = False) -> Any:
+        """The norm of x (N, W) plus an offset (W,); with `float8`, as from `quantise_rows`."""
         if self.kernels is None:
-            return F.layer_norm(x + offset, x.shape[1:], norm.weight, norm.bias, norm.eps)
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        self.kernels.normalise(x, offset, norm, out)
-        return out
-
-    def _activate(self, x: Tensor) -> Tensor:
-        if self.kernels is None:
-            return x * torch.sigmoid(1.702 * x) if self.weights.quick else F.gelu(x)
-        self.kernels.activate(x, self.weights.quick, x)
-        return x
-
-
-class Float8(Tower):
-    """The same for bfloat16 weights, with the three large GEMMs of every block but the last in float8.
-
-    Each row of either factor has its own scale, by its largest value: nothing is calibrated on images.
-    """
-
-    def __init__(self, weights: Weights) -> None:
-        super().__init__(weights)
-        self.float8 = {
-            id(block): tuple(map(quantise_rows, (block.qkv, block.up.weight, block.down.weight)))
-            for block in weights.blocks[:-1]
-        }
-
-    def _qkv(self, x: Tensor, offset: Tensor, block: Block) -> Tensor:
-        return scaled_gemm(*self._norm8(x, offset, block.norm1), *self.float8[id(block)][0], block.qkv_bias)
-
-    def _mlp(self, x: Tensor, offset: Tensor, block: Block) -> Tensor:
-        if id(block) not in self.float8:
-            return super()._mlp(x, offset, block)
-        _, up, down = self.float8[id(block)]
-        y = scaled_gemm(*self._norm8(x, offset, block.norm2), *up, block.up.bias)
-        return x.add_(scaled_gemm(*self._activate8(y), *down))
-
-    def _norm8(self, x: Tensor, offset: Tensor, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
-        if self.kernels is None:
-            return quantise_rows(self._norm(x, offset, norm))
-        out = empty_rows(x)
+            y = F.layer_norm(x + offset, x.shape[1:], norm.weight, norm.bias, norm.eps)
+            return quantise_rows(y) if float8 else y
+        out = empty_rows(x) if float8 else (torch.empty(x.shape, dtype=x.dtype, device=x.device),)
         self.kernels.normalise(x, offset, norm, *out)
-        return out
+        return out if float8 else out[0]
 
-    def _activate8(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _activate(self, x: Tensor, float8: bool = False) -> Any:
+        """The activation of x (N, W), maybe in place; with `float8`, as from `quantise_rows`."""
         if self.kernels is None:
-            return quantise_rows(self._activate(x))
-        out = empty_rows(x)
+            y = x * torch.sigmoid(1.702 * x) if self.weights.quick else F.gelu(x)
+            return quantise_rows(y) if float8 else y
+        out = empty_rows(x) if float8 else (x,)
         self.kernels.activate(x, self.weights.quick, *out)
-        return out
+        return out if float8 else x
 
 
-def empty_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+def empty_rows(x: Tensor) -> Rows:
     """Output buffers of `quantise_rows` for x (N, W)."""
     return torch.empty_like(x, dtype=torch.float8_e4m3fn), x.new_empty(len(x), 1, dtype=torch.float32)
 
 
-def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantise_rows(x: Tensor) -> Rows:
     """Rows (N, W) quantised to float8, and the scales (N, 1) to multiply them with."""
     scales = x.float().abs().amax(1, keepdim=True).clamp_min(1e-12) / torch.finfo(torch.float8_e4m3fn).max
     return (x.float() / scales).to(torch.float8_e4m3fn), scales
 
 
-def scaled_gemm(x: Tensor, by_row: Tensor, y: Tensor, by_column: Tensor, bias: Tensor | None = None) -> Tensor:
+def scaled_gemm(x: Rows, y: Rows, bias: Tensor | None = None) -> Tensor:
     """x y.T + bias of float8 rows, in bfloat16: the only output dtype with row-wise scales."""
-    if x.is_cuda:
-        return torch._scaled_mm(x, y.T, by_row, by_column.T, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=True)
-    out = (x.float() * by_row) @ (y.float() * by_column).T
+    (left, by_row), (right, by_column) = x, y
+    if left.is_cuda:
+        options: dict[str, Any] = {"bias": bias, "out_dtype": torch.bfloat16, "use_fast_accum": True}
+        return torch._scaled_mm(left, right.T, by_row, by_column.T, **options)
+    out = (left.float() * by_row) @ (right.float() * by_column).T
     return (out if bias is None else out + bias.float()).bfloat16()
 
 
-def from_open_clip(visual: Any, kind: type[Tower] = Tower) -> Tower | None:
+# The parts of `Weights` and of `Block` by their names in open_clip and in `transformers`
+OPEN_CLIP, TRANSFORMERS = range(2)
+PARTS = {
+    "patch": ("conv1.weight", "embeddings.patch_embedding.weight"),
+    "class_token": ("class_embedding", "embeddings.class_embedding"),
+    "positions": ("positional_embedding", "embeddings.position_embedding.weight"),
+    "before": ("ln_pre", "pre_layrnorm"),
+    "blocks": ("transformer.resblocks", "encoder.layers"),
+    "after": ("ln_post", "post_layernorm"),
+}
+BLOCK_PARTS = {
+    "norm1": ("ln_1", "layer_norm1"),
+    "qkv": ("attn.in_proj_weight", "self_attn.q_proj.weight self_attn.k_proj.weight self_attn.v_proj.weight"),
+    "qkv_bias": ("attn.in_proj_bias", "self_attn.q_proj.bias self_attn.k_proj.bias self_attn.v_proj.bias"),
+    "out": ("attn.out_proj", "self_attn.out_proj"),
+    "norm2": ("ln_2", "layer_norm2"),
+    "up": ("mlp.c_fc", "mlp.fc1"),
+    "down": ("mlp.c_proj", "mlp.fc2"),
+}
+QUICK = {"GELU": False, "gelu": False, "QuickGELU": True, "quick_gelu": True}  # activations
+
+
+def from_open_clip(visual: Any, float8: bool = False) -> Tower | None:
     """The tower of open_clip's vision transformer; None if it has parts that `Tower` does not support."""
-    blocks = getattr(getattr(visual, "transformer", None), "resblocks", None)
-    plain = (
-        type(visual).__name__ == "VisionTransformer"
-        and visual.attn_pool is None
-        and visual.pool_type == "tok"
-        and not getattr(visual, "final_ln_after_pool", False)
-        and visual.proj is not None
-        and visual.conv1.bias is None
-        and isinstance(visual.ln_pre, nn.LayerNorm)
-        and visual.positional_embedding.ndim == 2
-    )
-    if not plain or blocks is None or not all(_is_plain(block) for block in blocks):
+    if type(visual).__name__ != "VisionTransformer" or visual.pool_type != "tok" or visual.proj is None:
         return None
-    dtype = visual.conv1.weight.dtype
-
-    def convert(block: Any) -> Block:
-        attention, mlp = block.attn, block.mlp
-        qkv = attention.in_proj_weight, attention.in_proj_bias
-        return Block(block.ln_1, *qkv, attention.out_proj, block.ln_2, mlp.c_fc, mlp.c_proj)
-
-    return kind(
-        Weights(
-            visual.conv1.weight,
-            visual.class_embedding.to(dtype),
-            visual.positional_embedding.to(dtype),
-            visual.ln_pre,
-            tuple(map(convert, blocks)),
-            visual.ln_post,
-            visual.proj.to(dtype),
-            blocks[0].attn.num_heads,
-            type(blocks[0].mlp.gelu).__name__ == "QuickGELU",
-        )
-    )
+    block = visual.transformer.resblocks[0]
+    activation = type(getattr(block.mlp, "gelu", None)).__name__
+    return _extract(float8, OPEN_CLIP, visual, visual.proj, block.attn.num_heads, activation)
 
 
-def _is_plain(block: Any) -> bool:
-    """Whether a block of open_clip is attention and a two-layer MLP, and nothing else."""
-    return (
-        type(block).__name__ == "ResidualAttentionBlock"
-        and isinstance(block.attn, nn.MultiheadAttention)
-        and isinstance(block.ls_1, nn.Identity)
-        and isinstance(block.ls_2, nn.Identity)
-        and list(dict(block.mlp.named_children())) == ["c_fc", "gelu", "c_proj"]
-        and type(block.mlp.gelu).__name__ in ("GELU", "QuickGELU")
-    )
-
-
-def from_transformers(model: Any, kind: type[Tower] = Tower) -> Tower | None:
+def from_transformers(model: Any, float8: bool = False) -> Tower | None:
     """The tower of CLIP's vision transformer in `transformers`; None for any other model."""
-    vision = getattr(model, "vision_model", None)
-    if type(model).__name__ != "CLIPModel" or vision is None:
+    if type(model).__name__ != "CLIPModel":
         return None
-    activation = model.config.vision_config.hidden_act
-    if activation not in ("quick_gelu", "gelu"):
+    config, project = model.config.vision_config, model.visual_projection.weight.T.contiguous()
+    return _extract(float8, TRANSFORMERS, model.vision_model, project, config.num_attention_heads, config.hidden_act)
+
+
+def _extract(float8: bool, library: int, vision: Any, project: Tensor, heads: int, activation: str) -> Tower | None:
+    """The tower of a vision transformer; None if it has parameters besides those of `Weights`, or lacks some."""
+
+    def find(module: Any, parts: dict[str, tuple[str, str]]) -> dict[str, Any]:
+        found = {part: attrgetter(*names[library].split())(module) for part, names in parts.items()}
+        return {part: torch.cat(value) if isinstance(value, tuple) else value for part, value in found.items()}
+
+    try:
+        parts = find(vision, PARTS)
+        blocks = tuple(Block(**find(block, BLOCK_PARTS)) for block in parts.pop("blocks"))
+    except AttributeError:
         return None
-    embedded = vision.embeddings
+    size = _size([*parts.values(), *chain.from_iterable(blocks), project])
+    whole = _size([vision]) + (project.numel() if library == TRANSFORMERS else 0)  # which keeps it elsewhere
+    if size != whole or not isinstance(parts["before"], nn.LayerNorm) or activation not in QUICK:
+        return None
+    dtype = parts["patch"].dtype
+    parts |= {name: parts[name].to(dtype) for name in ("class_token", "positions")}
+    weights = Weights(**parts, blocks=blocks, project=project.to(dtype), heads=heads, quick=QUICK[activation])
+    return Tower(weights, float8)
 
-    def convert(layer: Any) -> Block:
-        attention, mlp = layer.self_attn, layer.mlp
-        parts = attention.q_proj, attention.k_proj, attention.v_proj
-        qkv, bias = torch.cat([part.weight for part in parts]), torch.cat([part.bias for part in parts])
-        return Block(layer.layer_norm1, qkv, bias, attention.out_proj, layer.layer_norm2, mlp.fc1, mlp.fc2)
 
-    return kind(
-        Weights(
-            embedded.patch_embedding.weight,
-            embedded.class_embedding,
-            embedded.position_embedding.weight,
-            vision.pre_layrnorm,
-            tuple(map(convert, vision.encoder.layers)),
-            vision.post_layernorm,
-            model.visual_projection.weight.T.contiguous(),
-            model.config.vision_config.num_attention_heads,
-            activation == "quick_gelu",
-        )
-    )
+def _size(parts: Iterable[Any]) -> int:
+    """The number of values in tensors and in the parameters of modules."""
+    return sum(part.numel() if isinstance(part, Tensor) else _size(part.parameters()) for part in parts)

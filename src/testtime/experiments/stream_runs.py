@@ -40,9 +40,9 @@ def task_of(task: Task, stream: Stream) -> Task:
     return replace(task, text=task.text[stream.classes], classnames=names)
 
 
-def run_stream(task: Task, method: Method, stream: Stream, guarded: bool) -> Answers:
-    """A method over a stream from the start, learning along the way; `task` is the stream's own."""
-    session = Session(task, method, guard=guarded)
+def run_stream(session: Session, stream: Stream) -> Answers:
+    """A method over a stream from the start, learning along the way; the session's task is the stream's own."""
+    session.reset()
     rows, logits, decisions = stream.rows.clone(), list[Tensor](), list[Decision]()
     turns = 0 if stream.turns is None else int(stream.turns.sum())
     every, chosen = max(1, turns // LOOKS), 0
@@ -51,7 +51,7 @@ def run_stream(task: Task, method: Method, stream: Stream, guarded: bool) -> Ans
             look, since = divmod(turn, every)
             chosen = chosen if since else most_harmful(session, stream, look)
             rows[start] = stream.candidates[(chosen + since * stream.recipes) % len(stream.candidates)]
-        logits.append(session.scan(stream.features[rows[start:stop], None]))
+        logits.append(session.scan(stream.features[rows[start:stop], None]).cpu())
         decisions += session.decisions
     return Answers(torch.cat(logits), rows, decisions)
 

@@ -14,6 +14,8 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import NamedTuple
 
+import torch
+
 from testtime import __version__, files, metrics, registry
 from testtime.experiments.catalogue import Row
 from testtime.experiments.cells import REPORT_INTERVAL
@@ -26,9 +28,11 @@ from testtime.experiments.stream_tables import remarks as remarks  # these three
 from testtime.experiments.stream_tables import section as section
 from testtime.experiments.stream_tables import sheets as sheets
 from testtime.guard import Guard
+from testtime.machine.devices import step_device
 from testtime.machine.threads import workers
+from testtime.session.session import Session
 from testtime.steppers import parallel_steppers
-from testtime.types import InputError, Method, MissingPart
+from testtime.types import InputError, Method, MissingPart, Task
 
 TOLERATED = 0.01  # a cell no more than one point under zero-shot does no harm
 HELPED = 0.005  # a cell more than half a point above it shows what adaptation gains
@@ -124,7 +128,7 @@ def _results(plan: Plan, cells: Sequence[Cell]) -> Iterator[Record]:
     paths = [_path(plan.folder, cell) for cell in cells]
     if todo := sum(not path.exists() for path in paths):
         plan.report(f"{todo} of {len(cells)} cells to run, {len(plan.seeds)} orders each")
-    reported = time.perf_counter()
+    reported, device = time.perf_counter(), step_device(plan.encoder.device)
 
     def report(cell: Cell, number: int, orders: int) -> None:
         nonlocal reported
@@ -136,7 +140,7 @@ def _results(plan: Plan, cells: Sequence[Cell]) -> Iterator[Record]:
     for number, (path, cell) in enumerate(zip(paths, cells, strict=True), start=1):
         found: list[Record] = []
         try:
-            for order in _orders(cell, plan.seeds) if not path.exists() else ():
+            for order in _orders(cell, plan.seeds, device) if not path.exists() else ():
                 found.append(order)
                 report(cell, number, len(found))
         except MissingPart as reason:
@@ -148,21 +152,27 @@ def _results(plan: Plan, cells: Sequence[Cell]) -> Iterator[Record]:
         yield summary(_read(path, len(plan.seeds)))
 
 
-def _orders(cell: Cell, seeds: Sequence[int]) -> Iterator[Record]:
-    """The scores of each order. Orders run side by side, one core each.
+def _orders(cell: Cell, seeds: Sequence[int], device: torch.device) -> Iterator[Record]:
+    """The scores of each order. On a CPU, orders run side by side, one core each.
 
     So a cell's numbers do not depend on the number of cores, nor on which cells were run before.
     """
-    images = cell.source.load()
-    return workers(parallel_steppers(images.task)).map(partial(_order, cell, images), seeds)
+    images, idle = cell.source.load(), list[Session]()
+    task = images.task.to(device)
+    return workers(parallel_steppers(task)).map(partial(_order, cell, images, task, idle), seeds)
 
 
-def _order(cell: Cell, images: Images, seed: int) -> Record:
+def _order(cell: Cell, images: Images, task: Task, idle: list[Session], seed: int) -> Record:
+    """The scores of one order; sessions of the whole task go on from one order to another, loaded and captured."""
     stream = make_stream(cell.kind, images, seed)
     if isinstance(stream, str):
         raise MissingPart(stream)
-    task = task_of(images.task, stream)
-    return {"seed": seed} | score(task, cell.method, stream, run_stream(task, cell.method, stream, cell.guarded))
+    mine = task_of(task, stream)
+    session = idle.pop() if idle and mine is task else Session(mine, cell.method, guard=cell.guarded)
+    answers = run_stream(session, stream)
+    if mine is task:
+        idle.append(session)
+    return {"seed": seed} | score(task_of(images.task, stream), cell.method, stream, answers)
 
 
 def summary(scores: Sequence[Record]) -> Record:

@@ -42,6 +42,7 @@ class Course:
     rising: float = 0.0
     falling: float = 0.0
     period: float = 0.0  # images of the current period
+    labels: float = 0.0  # late labels that counted
     helps_1: float = 1.0  # wealth of who bets that adapted answers beat frozen ones, for each of BETS
     helps_2: float = 1.0
     helps_3: float = 1.0
@@ -107,6 +108,7 @@ class Course:
         frozen ones, the wealth of who bets on them grows twentyfold with a probability of at most 1/20, over all times
         together (Ville's inequality); and likewise for who bets against them.
         """
+        self.labels += 1
         if adapted == frozen:
             return
         for number, share in enumerate(BETS, 1):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +38,11 @@ class Memory(NamedTuple):
     kept: Nothing | Kept
 
 
+def copied(state: Any) -> Any:
+    """A state whose tensors are copies."""
+    return state.clone() if isinstance(state, Tensor) else type(state)(*map(copied, state))
+
+
 def fresh_memory(guard: Guard, task: Task, state: Nested) -> Memory:
     """The memory before the first image; `state` is the method's."""
     count = torch.zeros((), dtype=torch.int64)
@@ -50,5 +55,5 @@ def fresh_memory(guard: Guard, task: Task, state: Nested) -> Memory:
         disputed=torch.zeros(DISPUTES, 3, dtype=torch.int64),
         disputes=count.clone(),
         course=Course().tensor(),
-        kept=Kept(state, state) if guard.drift == "restart" else Nothing(),
+        kept=Kept(copied(state), copied(state)) if guard.drift == "restart" else Nothing(),
     )

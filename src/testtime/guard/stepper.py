@@ -20,14 +20,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from testtime import ops
 from testtime.guard.course import Course
-from testtime.guard.memory import DISPUTES, Kept, Memory
+from testtime.guard.memory import DISPUTES, Kept, Memory, copied
 from testtime.guard.settings import Guard
 from testtime.methods.base import Base, Nested
 from testtime.steppers import Stepper, aligned
@@ -75,14 +75,14 @@ class Guarded:
     def memory(self) -> Memory:
         """A copy of what the guard remembers."""
         cost = torch.tensor(self._costs, dtype=torch.float64)
-        taught, course = torch.tensor(self._taught), self._course.tensor()
-        return _copied(self._memory._replace(cost=cost, taught=taught, course=course))
+        taught, course = torch.tensor(self._taught), self.course.tensor()
+        return copied(self._memory._replace(cost=cost, taught=taught, course=course))
 
     @memory.setter
     def memory(self, memory: Memory) -> None:
-        self._memory: Memory = _copied(memory)
+        self._memory: Memory = copied(memory)
         # plain numbers, since reading single ones from a tensor takes longer than everything that is done with them
-        self._course = Course.of(memory.course)
+        self.course = Course.of(memory.course)
         self._costs: list[list[float]] = memory.cost.tolist()
         self._taught: list[int] = memory.taught.tolist()
         self._filled: list[list[bool]] = memory.cost.isfinite().tolist()  # slots whose feature is in `keys` already
@@ -105,7 +105,7 @@ class Guarded:
     def peek(self, views: Tensor) -> Tensor:
         frozen, adapted = self._frozen(views[None]), self._logits(self.stepper.peek(views))
         unseen = Admission(["not asked to learn"], [self._is_foreign(frozen.tops[0])], [False], [None])
-        logits, self.decisions = self._answers(adapted, frozen, unseen, self._course.copy())
+        logits, self.decisions = self._answers(adapted, frozen, unseen, self.course.copy())
         return logits
 
     def warm_up(self, views: int) -> None:
@@ -126,7 +126,7 @@ class Guarded:
         rows = (self._memory.disputed[:, 0] == index + 1).nonzero()
         for row in rows[:, 0].tolist():
             _, adapted, frozen = self._memory.disputed[row].tolist()
-            self._course.label(adapted == label, frozen == label)
+            self.course.label(adapted == label, frozen == label)
             self._memory.disputed[row] = 0
         return bool(len(rows))
 
@@ -138,7 +138,7 @@ class Guarded:
             adapted, learned = self.stepper.step(stream[0])
         else:
             adapted, learned = self._scan(stream, gate.refused), torch.zeros(1, dtype=torch.bool)
-        logits, self.decisions = self._answers(self._logits(adapted), frozen, gate, self._course)
+        logits, self.decisions = self._answers(self._logits(adapted), frozen, gate, self.course)
         self._remember(frozen, gate)
         return logits, learned
 
@@ -177,7 +177,7 @@ class Guarded:
 
     def _admit(self, frozen: Frozen) -> Admission:
         """The gate: one image after another, by the frozen classifier alone."""
-        guard, course = self.guard, self._course
+        guard, course = self.guard, self.course
         gate = Admission([], [], [], [])
         for image, (label, top) in enumerate(zip(frozen.labels, frozen.tops, strict=True)):
             if course.period >= guard.period:
@@ -205,7 +205,7 @@ class Guarded:
         return gate
 
     def _is_foreign(self, top: float) -> bool:
-        return bool(self.guard.foreign) and self._course.untypical(top, self.guard.foreign)
+        return bool(self.guard.foreign) and self.course.untypical(top, self.guard.foreign)
 
     def _copied_within(self, frozen: Frozen, image: int, refused: Sequence[str]) -> bool:
         """Whether an earlier image of the chunk, itself no copy, is the same."""
@@ -321,7 +321,3 @@ class Guarded:
 
 def _indices(values: Sequence[int], shape: Sequence[int], like: Tensor) -> Tensor:
     return torch.tensor(values).reshape(*shape).to(like.device)
-
-
-def _copied(state: Any) -> Any:
-    return state.clone() if isinstance(state, Tensor) else type(state)(*map(_copied, state))

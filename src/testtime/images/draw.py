@@ -14,6 +14,7 @@ import numpy as np
 
 from testtime.types import InputError
 
+SCALE = (0.08, 1.0)  # a random crop's share of the image
 RATIO = (3 / 4, 4 / 3)  # width over height of a random crop
 TRIES = 10  # attempts at a crop before falling back to the centre
 CHAINS = 3  # mixed by AugMix
@@ -50,32 +51,16 @@ class Drawn:
         return len(self.crops)
 
 
-def draw(
-    extent: tuple[int, int],
-    count: int,
-    size: int,
-    *,
-    seed: int,
-    index: int,
-    augmix: bool = False,
-    scale: tuple[float, float] = (0.08, 1.0),
-) -> Drawn:
+def draw(extent: tuple[int, int], count: int, size: int, *, seed: int, index: int, augmix: bool = False) -> Drawn:
     """The parameters of `views` for an image of `extent` (width, height): count - 1 rows, from view 1 on."""
-    _check(count, seed, index, scale)
-    numbers = _random_numbers(count - 1, AUGMIX_NUMBERS if augmix else CROP_NUMBERS, seed, index)
-    crops, used = _crops(extent, numbers, scale)
-    return Drawn(crops, _mixes(size, numbers, used) if augmix else None)
-
-
-def _check(count: int, seed: int, index: int, scale: tuple[float, float]) -> None:
-    """Refuse arguments out of range."""
     if count < 1:
         raise InputError(f"The number of views must be 1 or more; got {count}.")
     for name, value in (("seed", seed), ("index", index)):
         if not 0 <= value < 2**64:
             raise InputError(f"The {name} of the views must be from 0 to 2**64 - 1; got {value}.")
-    if not 0 < scale[0] <= scale[1] <= 1:
-        raise InputError(f"The crop scale must be a range within 0 to 1, such as (0.08, 1.0); got {scale}.")
+    numbers = _random_numbers(count - 1, AUGMIX_NUMBERS if augmix else CROP_NUMBERS, seed, index)
+    crops, used = _crops(extent, numbers)
+    return Drawn(crops, _mixes(size, numbers, used) if augmix else None)
 
 
 def _random_numbers(views: int, count: int, seed: int, index: int) -> Array:
@@ -90,7 +75,7 @@ def _random_numbers(views: int, count: int, seed: int, index: int) -> Array:
     return numbers
 
 
-def _crops(extent: tuple[int, int], numbers: Array, scale: tuple[float, float]) -> tuple[Array, Array]:
+def _crops(extent: tuple[int, int], numbers: Array) -> tuple[Array, Array]:
     """Boxes (n, 5) by RandomResizedCrop's rule, and how many random numbers each used (n,)."""
     width, height = extent
     low, high = math.log(RATIO[0]), math.log(RATIO[1])
@@ -101,7 +86,7 @@ def _crops(extent: tuple[int, int], numbers: Array, scale: tuple[float, float]) 
     open_rows = np.arange(len(numbers))
     for trial in range(TRIES):
         tried = numbers[open_rows, 2 * trial : 2 * trial + 2]
-        area = width * height * (scale[0] + (scale[1] - scale[0]) * tried[:, 0])
+        area = width * height * (SCALE[0] + (SCALE[1] - SCALE[0]) * tried[:, 0])
         ratio = np.array([math.exp(x) for x in (low + (high - low) * tried[:, 1]).tolist()])
         wide, tall = np.rint(np.sqrt(area * ratio)), np.rint(np.sqrt(area / ratio))
         fits = (0 < wide) & (wide <= width) & (0 < tall) & (tall <= height)

@@ -1,4 +1,4 @@
-"""The crops and AugMix of `gpu_views` as a few Triton kernels, each for all views of all images at once.
+"""The crops and AugMix of `gpu_views`: a few Triton kernels, each for all views of all images at once.
 
 Crops equal Pillow's bit for bit: the same two passes, in the same 22-bit fixed point. AugMix takes two kernels per
 step of the chains, one that builds the lookup tables of operations that depend on the whole image and one that
@@ -11,7 +11,6 @@ applies all nine, and a last one that mixes. Parameters of an image are a row of
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -19,92 +18,73 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from testtime.images import gpu_views
 from testtime.images.draw import CHAINS, Mixes
-from testtime.images.gpu_views import filter_widths, plan_steps, upload
+from testtime.images.gpu_views import KINDS, plan_steps
 
 # as in Pillow, products are rounded before they are summed
 ROUNDED = {"enable_fp_fusion": False}
-BUDGET = 2**30  # bytes of horizontally resampled rows, beyond which images are done one after another
 
 # Columns of a view's axis after those of `testtime.images.gpu_views.Axis`: its filter and its image
-FILTER, OFFSET, WIDTH, VIEW = range(7, 11)
-AXIS: tl.constexpr = tl.constexpr(11)
+FILTER, OFFSET, WIDTH = range(7, 10)
+AXIS: tl.constexpr = tl.constexpr(10)
 OPERATION: tl.constexpr = tl.constexpr(8)  # its columns in `plan_steps`
-AFFINE: tl.constexpr = tl.constexpr(gpu_views.AFFINE)
-AUTOCONTRAST: tl.constexpr = tl.constexpr(gpu_views.AUTOCONTRAST)
-EQUALIZE: tl.constexpr = tl.constexpr(gpu_views.EQUALIZE)
-POSTERIZE: tl.constexpr = tl.constexpr(gpu_views.POSTERIZE)
-SOLARIZE: tl.constexpr = tl.constexpr(gpu_views.SOLARIZE)
-EPSILON: tl.constexpr = tl.constexpr(gpu_views.EPSILON)
+AFFINE, AUTOCONTRAST, EQUALIZE, POSTERIZE, SOLARIZE = (tl.constexpr(1 + kind) for kind in range(len(KINDS)))
+# Pillow truncates levels; this keeps those that rounding left just below an integer
+EPSILON: tl.constexpr = tl.constexpr(0.01)
 
 
-def crop(images: Sequence[Tensor], axes: np.ndarray, out: Tensor, rows: Sequence[int]) -> None:
-    """Fill `rows` of `out` (n, V, 3, size, size) with the views of images (H, W, 3), by their axes (n, V, 2, 7)."""
-    views, size = out.shape[1], out.shape[-1]
-    tall = max(image.shape[0] for image in images)
-    batch = max(1, BUDGET // (views * 3 * tall * size))
-    for start in range(0, len(images), batch):
-        part = slice(start, start + batch)
-        _crop(images[part], axes[part], out, rows[part])
-
-
-def _crop(images: Sequence[Tensor], axes: np.ndarray, out: Tensor, rows: Sequence[int]) -> None:
+def crop(images: Sequence[Tensor], axes: np.ndarray, out: Tensor) -> None:
+    """Fill `out` (n, V, 3, size, size) with the views of images (H, W, 3), by their axes (n, V, 2, 7)."""
     count, views, size, device = len(images), out.shape[1], out.shape[-1], out.device
     tall = max(image.shape[0] for image in images)
     pixels = torch.cat([image.reshape(-1) for image in images])
     sizes = np.array([image.numel() for image in images])
-    reach = filter_widths(axes)  # filter widths in pixels
+    reach = 2 * np.ceil(axes[..., 5] * axes[..., 2].clip(1)) + 1  # filter widths in pixels of the image
     plan = np.empty((count, views, 2, AXIS.value))
     plan[..., :FILTER], plan[..., FILTER] = axes, reach
     plan[..., OFFSET] = (sizes.cumsum() - sizes)[:, None, None]
     plan[..., WIDTH] = np.array([image.shape[1] for image in images])[:, None, None]
-    plan[..., VIEW] = (np.array(rows)[:, None] * views + np.arange(views))[..., None]
     max_taps = int(reach.max())
-    on_device = upload(plan, device)
+    on_device = _upload(plan, device)
     weights = torch.empty(count * views * 2, max_taps, size, dtype=torch.int32, device=device)
     first = torch.empty(count * views * 2, size, dtype=torch.int32, device=device)
     across = torch.empty(count * views, 3, tall, size, dtype=torch.uint8, device=device)
     block = triton.next_power_of_2(size)
     high = max(1, 2048 // block)  # rows per program
-    with _on(device):
-        _weigh[(count * views * 2,)](on_device, weights, first, size, max_taps, BLOCK=block, **ROUNDED)
-        strips = count * views, triton.cdiv(tall, high)
-        _resample_across[strips](
-            pixels, on_device, weights, first, across, size, max_taps, tall, HIGH=high, BLOCK=block, **ROUNDED
-        )
-        grid = count * views, triton.cdiv(size, high), 3
-        _resample_down[grid](
-            on_device, weights, first, across, out, size, max_taps, tall, HIGH=high, BLOCK=block, **ROUNDED
-        )
+    options = {"BLOCK": block, **ROUNDED}
+    _weigh[(count * views * 2,)](on_device, weights, first, size, max_taps, **options)
+    passed = weights, first, across
+    strips = count * views, triton.cdiv(tall, high)
+    _resample_across[strips](pixels, on_device, *passed, size, max_taps, tall, HIGH=high, **options)
+    grid = count * views, triton.cdiv(size, high), 3
+    _resample_down[grid](on_device, *passed, out, size, max_taps, tall, HIGH=high, **options)
 
 
 def mix(grey: Tensor, mixes: Sequence[Mixes]) -> None:
     """Mix all views but the first of each image (n, V, 3, size, size) in place."""
     size, device, views = grey.shape[-1], grey.device, grey.shape[1] - 1
     plan, shares = plan_steps(mixes, size)
-    numbers = upload(np.concatenate([plan.ravel(), shares.ravel()]), device)
+    numbers = _upload(np.concatenate([plan.ravel(), shares.ravel()]), device)
     steps, weights = numbers[: plan.size].view(plan.shape), numbers[plan.size :]
     images = plan.shape[1]
     # two buffers alternate: an affine map cannot work in place
     buffers = [torch.empty(images, 3, size * size, dtype=torch.uint8, device=device) for _ in range(2)]
     tables = torch.empty(images, 3, 256, dtype=torch.uint8, device=device)
     source = grey
-    with _on(device):
-        for number, step in enumerate(steps):
-            target, first = buffers[number % 2], number == 0
-            shape = size, views
-            _tabulate[(images, 3)](source, step, tables, *shape, FIRST=first, BLOCK=2048, **ROUNDED)
-            grid = images, triton.cdiv(size * size, 1024)
-            _operate[grid](source, step, tables, target, *shape, FIRST=first, BLOCK=1024, **ROUNDED)
-            source = target
-        grid = images // CHAINS, triton.cdiv(3 * size * size, 2048)
-        _blend[grid](grey, source, weights, size, views, CHAINS=CHAINS, BLOCK=2048, **ROUNDED)
+    for number, step in enumerate(steps):
+        target, options = buffers[number % 2], {"FIRST": number == 0, **ROUNDED}
+        _tabulate[(images, 3)](source, step, tables, size, views, BLOCK=2048, **options)
+        grid = images, triton.cdiv(size * size, 1024)
+        _operate[grid](source, step, tables, target, size, views, BLOCK=1024, **options)
+        source = target
+    grid = images // CHAINS, triton.cdiv(3 * size * size, 2048)
+    _blend[grid](grey, source, weights, size, views, CHAINS=CHAINS, BLOCK=2048, **ROUNDED)
 
 
-def _on(device: torch.device) -> AbstractContextManager[object]:
-    """A context that launches kernels on this device; the CPU is for Triton's interpreter."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+def _upload(array: np.ndarray, device: torch.device) -> Tensor:
+    """An array copied to the device, without waiting for the copy."""
+    host = torch.from_numpy(array)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 # Crops
@@ -198,7 +178,6 @@ def _resample_down(axes, weights, first, across, out, size, max_taps, tall, HIGH
     view, colour = tl.program_id(0).to(tl.int64), tl.program_id(2)
     axis = 2 * view + 1
     height, reach = tl.load(axes + axis * AXIS + 1).to(tl.int32), tl.load(axes + axis * AXIS + 7).to(tl.int32)
-    target_view = tl.load(axes + axis * AXIS + 10).to(tl.int64)
     rows, column = tl.program_id(1) * HIGH + tl.arange(0, HIGH), tl.arange(0, BLOCK)
     real, kept = rows < size, column < size
     low = tl.load(first + axis * size + rows, mask=real, other=0)
@@ -211,7 +190,7 @@ def _resample_down(axes, weights, first, across, out, size, max_taps, tall, HIGH
         # a zero weight may belong to a row that was never written
         mask = (inside & (weight != 0))[:, None] & kept[None, :]
         total += weight[:, None] * tl.load(points, mask=mask, other=0).to(tl.int32)
-    targets = out + ((target_view * 3 + colour) * size + rows)[:, None] * size + column[None, :]
+    targets = out + ((view * 3 + colour) * size + rows)[:, None] * size + column[None, :]
     tl.store(targets, _level(total).to(out.dtype.element_ty), mask=real[:, None] & kept[None, :])
 
 

@@ -124,14 +124,14 @@ def _check_size(image: Image.Image) -> None:
 
 
 @contextmanager
-def image_errors(name: str) -> Iterator[None]:
-    """Raise any error as an ImageError that names the file."""
+def image_errors(name: str, kind: type[Exception] = Exception) -> Iterator[None]:
+    """Raise any error, or any of a `kind`, as an ImageError that names the file."""
     try:
         yield
     except ImageError:
         raise
     # Pillow's decoders raise nearly anything on a damaged file: SyntaxError, struct.error, KeyError, ...
-    except Exception as error:
+    except kind as error:
         raise ImageError(f"{name}: {_reason(error)}") from error
 
 

@@ -13,7 +13,7 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from testtime.images.draw import NAMES, NOTHING, Mixes, draw
+from testtime.images.draw import NAMES, NOTHING, Drawn, Mixes, draw
 from testtime.images.reading import checked_rgb, crop_box
 from testtime.types import InputError, Preprocess
 
@@ -28,33 +28,38 @@ def clean(image: Image.Image, preprocess: Preprocess) -> Tensor:
     Equal to torchvision's Resize, CenterCrop, ToTensor and Normalize on a Pillow image; only images more than
     `LONGEST` times as long as wide may differ by some grey levels, because resizing them whole would exhaust memory.
     """
-    return _normalise(_unit(_centre(_checked(image), preprocess)), preprocess)
+    return views(image, 1, preprocess, seed=0, index=0)[0]
 
 
 def views(
-    image: Image.Image,
-    count: int,
-    preprocess: Preprocess,
-    *,
-    seed: int,
-    index: int,
-    augmix: bool = False,
-    scale: tuple[float, float] = (0.08, 1.0),
+    image: Image.Image, count: int, preprocess: Preprocess, *, seed: int, index: int, augmix: bool = False
 ) -> Tensor:
     """The clean view and `count - 1` random ones: (count, 3, size, size) float32, normalised, row 0 clean.
 
-    `index` is the image's position in the stream and `scale` the range of a crop's share of the image. A row
-    depends on the image, `seed`, `index` and its own number, never on `count`; the crops are the same with and
-    without AugMix.
+    `index` is the image's position in the stream. A row depends on the image, `seed`, `index` and its own number, never
+    on `count`; the crops are the same with and without AugMix.
     """
-    image, size = _checked(image), preprocess.size
-    drawn = draw(image.size, count, size, seed=seed, index=index, augmix=augmix, scale=scale)
-    pixels = torch.empty(count, 3, size, size)
-    pixels[0] = _unit(_centre(image, preprocess))
+    if not isinstance(image, Image.Image):
+        raise InputError(f"Expected a Pillow image, as from read_image; got {type(image).__name__}.")
+    image = checked_rgb(image)
+    drawn = draw(image.size, count, preprocess.size, seed=seed, index=index, augmix=augmix)
+    pixels = grey_levels(image, drawn, preprocess).div_(255)
+    mean, std = (pixels.new_tensor(values)[:, None, None] for values in (preprocess.mean, preprocess.std))
+    return pixels.sub_(mean).div_(std)
+
+
+def grey_levels(image: Image.Image, drawn: Drawn, preprocess: Preprocess) -> Tensor:
+    """Views of an image in RGB by their random parameters: (V, 3, size, size) float32, from 0 to 255, row 0 clean.
+
+    They are integers except after AugMix.
+    """
+    size = preprocess.size
+    levels = torch.empty(len(drawn) + 1, 3, size, size)
+    levels[0] = _planes(np.array(_centre(image, preprocess)))
     for row, box in enumerate(drawn.crops.tolist()):
         view = _crop(image, box, size)
-        pixels[row + 1] = _unit(view) if drawn.mixes is None else _augmix(view, drawn.mixes, row)
-    return _normalise(pixels, preprocess)
+        levels[row + 1] = _planes(np.array(view) if drawn.mixes is None else _augmix(view, drawn.mixes, row))
+    return levels
 
 
 def _affine(view: Image.Image, matrix: tuple[float, float, float, float, float, float]) -> Image.Image:
@@ -80,13 +85,13 @@ OPERATIONS: dict[str, Callable[[Image.Image, float], Image.Image]] = {
 }
 
 
-def _augmix(view: Image.Image, mixes: Mixes, row: int) -> Tensor:
-    """The view mixed by a row of `mixes`, in [0, 1] and not rounded to bytes: (3, size, size).
+def _augmix(view: Image.Image, mixes: Mixes, row: int) -> np.ndarray:
+    """The view mixed by a row of `mixes`, not rounded to integers: (size, size, 3) float32, from 0 to 255.
 
     The weights sum to 1, so normalising the mixture once is the same as mixing normalised views.
     """
     keep = mixes.keep[row].item()
-    mixed = np.multiply(np.asarray(view), keep, dtype=np.float32)  # (size, size, 3), from 0 to 255
+    mixed = np.multiply(np.asarray(view), keep, dtype=np.float32)
     chains = (part[row].tolist() for part in (mixes.weights, mixes.operations, mixes.amounts))
     for weight, operations, amounts in zip(*chains, strict=True):
         changed = view
@@ -94,7 +99,7 @@ def _augmix(view: Image.Image, mixes: Mixes, row: int) -> Tensor:
             if code != NOTHING:
                 changed = OPERATIONS[NAMES[code]](changed, amount)
         mixed += np.multiply(np.asarray(changed), (1 - keep) * weight, dtype=np.float32)
-    return torch.from_numpy(mixed).permute(2, 0, 1).div_(255)
+    return mixed
 
 
 def _crop(image: Image.Image, box: Sequence[int], size: int) -> Image.Image:
@@ -107,15 +112,10 @@ def _crop(image: Image.Image, box: Sequence[int], size: int) -> Image.Image:
 
 def _centre(image: Image.Image, preprocess: Preprocess) -> Image.Image:
     """The resized image's central square, of `size` pixels a side; black outside the image."""
-    size, resize, filter = preprocess.size, preprocess.resize, FILTERS[preprocess.interpolation]
-    width, height = image.size
-    if preprocess.mode == "squash":
-        width = height = resize
-    else:
-        short = min(width, height)
-        width, height = int(resize * width / short), int(resize * height / short)
-    left, top = _margin(width, size), _margin(height, size)
-    if max(width, height) > LONGEST * max(size, resize):
+    size, filter = preprocess.size, FILTERS[preprocess.interpolation]
+    width, height = resized(image.size, preprocess)
+    left, top = margin(width, size), margin(height, size)
+    if max(width, height) > LONGEST * max(size, preprocess.resize):
         # a strip of 1 x 10,000 pixels would become one of 224 x 2,240,000: compute only the kept part
         across, down = image.width / width, image.height / height
         keep = (max(left, 0), max(top, 0), min(left + size, width), min(top + size, height))
@@ -127,24 +127,19 @@ def _centre(image: Image.Image, preprocess: Preprocess) -> Image.Image:
     return image.crop((left, top, left + size, top + size))
 
 
-def _margin(length: int, size: int) -> int:
+def resized(extent: tuple[int, int], preprocess: Preprocess) -> tuple[int, int]:
+    """Width and height to which an image of `extent` (width, height) is resized before its centre is cropped."""
+    if preprocess.mode == "squash":
+        return preprocess.resize, preprocess.resize
+    width, height = (int(preprocess.resize * side / min(extent)) for side in extent)
+    return width, height
+
+
+def margin(length: int, size: int) -> int:
     """The start of a crop of `size`; negative where it is padded. The two roundings are torchvision's."""
     return round((length - size) / 2) if length >= size else -((size - length) // 2)
 
 
-def _checked(image: Image.Image) -> Image.Image:
-    """The image in RGB."""
-    if not isinstance(image, Image.Image):
-        raise InputError(f"Expected a Pillow image, as from read_image; got {type(image).__name__}.")
-    return checked_rgb(image)
-
-
-def _unit(image: Image.Image) -> Tensor:
-    """Pixels from 0 to 1: (3, H, W) float32."""
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1).to(torch.float32).div_(255)
-
-
-def _normalise(pixels: Tensor, preprocess: Preprocess) -> Tensor:
-    """(..., 3, H, W) normalised by mean and standard deviation, in place."""
-    mean, std = pixels.new_tensor(preprocess.mean), pixels.new_tensor(preprocess.std)
-    return pixels.sub_(mean[:, None, None]).div_(std[:, None, None])
+def _planes(pixels: np.ndarray) -> Tensor:
+    """One plane per colour: (H, W, 3) -> (3, H, W)."""
+    return torch.from_numpy(pixels).permute(2, 0, 1)

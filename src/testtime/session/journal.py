@@ -237,9 +237,14 @@ class Journal:
         save: Path | None,
         rows: Rows | None,
         labels: Sequence[int | None],
+        before_save: Callable[[], object] = lambda: None,
     ) -> None:
-        """`rows` is the file that `write` fills, None for a terminal or a pipe; `labels` begin at the next image."""
+        """`rows` is the file that `write` fills, None for a terminal or a pipe; `labels` begin at the next image.
+
+        `before_save` is called before a state is saved, to write what must not fall behind it.
+        """
         self.session, self.write, self.save, self.rows = session, write, save, rows
+        self.before_save = before_save
         self._start, self._names = before.start, before.names
         self._labels, self._first = labels, session.position
         self._position = session.position  # of the next image
@@ -271,6 +276,7 @@ class Journal:
             written = self.rows.synced() if self.rows else None
             record = {"begun": self._start, "input": self._names.hexdigest(), "rows": written}
             with deferred_interrupts():
+                self.before_save()
                 self.session.save(self.save, {JOURNAL: json.dumps(record)})
 
 

@@ -27,6 +27,8 @@ from testtime.types import (
 )
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
     from testtime.session.session import Session
 
 FORMAT = "testtime.session"
@@ -71,6 +73,16 @@ def infinite_parts(state: Any, prefix: str = "state") -> set[str]:
     return {name for name, part in _named_tensors(prefix, state) if part.isinf().any()}
 
 
+class NamedVariations:
+    """Variations of which only the name is known: a session that makes no views is saved again with it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, image: Image, count: int, seed: int) -> list[Image]:
+        raise StateError(f"Images need the variations '{self.name}'; load the session with variations=.")
+
+
 class Saved:
     """A saved session and its metadata; errors name what is missing or damaged."""
 
@@ -89,7 +101,8 @@ class Saved:
         classnames, encoder = self._entry("classnames", _names), self._entry("encoder", str)
         scale = self._entry("scale", float)
         views, augmix = self._entry("views", _integer(1, MAX_VIEWS + 1)), self._entry("augmix", _json(bool))
-        self.plan = ViewPlan(views, augmix, self._entry("seed", _integer(0, 2**64)))
+        variations = NamedVariations(self._metadata["variations"]) if "variations" in self._metadata else None
+        self.plan = ViewPlan(views, augmix, self._entry("seed", _integer(0, 2**64)), variations)
         self.count = self._entry("count", _integer(0, COUNT_LIMIT))
         self._metadata.setdefault("position", str(self.count))  # older files lack it, and have no gaps
         self.position = self._entry("position", _integer(0, COUNT_LIMIT))

@@ -26,7 +26,7 @@ from testtime.machine.interrupts import deferred_interrupts
 from testtime.ops import unit_views
 from testtime.session import saved_state
 from testtime.session.initial_state import initial_state
-from testtime.steppers import Stepper, aligned_task, open_stepper
+from testtime.steppers import Stepper, aligned, aligned_task, open_stepper
 from testtime.types import (
     Decision,
     Encoder,
@@ -143,11 +143,16 @@ class Session:
     def reset(self) -> None:
         """Forget the stream: back to before the first image."""
         with self._lock:
-            self.state = state = initial_state(self.method, self.task)
+            state = initial_state(self.method, self.task)
             memory = fresh_memory(self.guard, self.task, state) if self.guard else None
-            self.guard_memory = memory
             self._infinite = saved_state.infinite_parts(state) | saved_state.infinite_parts(memory, "guard")
-            self.calibration = Calibration()
+            if self._stepper is None:
+                self._state, self._guard_memory = state, memory
+            else:  # which stays loaded, compiled and captured
+                self._stepper.restore([state])
+                if isinstance(self._stepper, Guarded) and memory is not None:
+                    self._stepper.memory = memory
+            self._unusable, self.calibration = "", Calibration()
             self.count = self.position = 0
 
     @property
@@ -183,9 +188,21 @@ class Session:
     @property
     def proven(self) -> str:
         """What late labels have proven: "adapting helps", "adapting harms", or nothing."""
-        memory = self.guard_memory
-        proven = "" if memory is None else Course.of(memory.course).proven
+        proven = self._course.proven
         return proven and f"adapting {proven}"
+
+    @property
+    def labels_used(self) -> int:
+        """How many late labels have counted."""
+        return int(self._course.labels)
+
+    @property
+    def _course(self) -> Course:
+        """The guard's running numbers; not to be changed."""
+        with self._lock:
+            if isinstance(self._stepper, Guarded):
+                return self._stepper.course
+            return Course() if self._guard_memory is None else Course.of(self._guard_memory.course)
 
     def label(self, index: int, label: int) -> bool:
         """Give the guard the late label of an image, by its position in the input; whether it was of use.
@@ -205,6 +222,18 @@ class Session:
         """A second session that starts from here and learns on its own."""
         return copy.copy(self)
 
+    def adopt(self, other: Session) -> None:
+        """Go on from where another session of this task and method is; encoder, views and observers stay."""
+        with self._lock:
+            own = {name: vars(self)[name] for name in ("task", "encoder", "plan", "reference", "observers", "_lock")}
+            vars(self).update(other.__getstate__() | own)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """A block in which no other thread changes the session."""
+        with self._lock:
+            yield
+
     def __getstate__(self) -> dict[str, object]:
         with self._lock:
             own = {"_state": self.state, "_guard_memory": self.guard_memory, "_stepper": None, "_lock": None}
@@ -218,6 +247,15 @@ class Session:
         with self._lock:
             ((_, prediction),) = self._run([image], None)
         return prediction
+
+    def replay(self, views: Tensor, index: int) -> Prediction:
+        """Step on views (V, D) that an observer was given, as image `index` of the input; no observer is called.
+
+        They are used as they are: normalised once more, they would differ in their last bits.
+        """
+        with self._lock, deferred_interrupts():
+            self.position = index
+            return self._advance(aligned(views.to(self.task.text)))
 
     def predict(self, image: Source) -> Prediction:
         """Predict one image from what has been learned so far, learning nothing."""
@@ -337,7 +375,8 @@ class Session:
         task, plan = file.fit(task, encoder, variations), file.plan
         session = cls(
             task, file.method, encoder=encoder, views=plan.count, augmix=plan.augmix, seed=plan.seed,
-            variations=variations, reference=reference, guard=file.guard,
+            variations=plan.variations if encoder is None and variations is None else variations, reference=reference,
+            guard=file.guard,
         )  # fmt: skip
         session.guard_memory = file.state(session.guard_memory, "guard")
         session.state = file.state(session.state)

@@ -38,7 +38,7 @@ def load_encoder(name: str, device: str | torch.device = "cpu", dtype: torch.dty
     if hasattr(encoder, "float8"):
         encoder.float8 = True
     tower = getattr(encoder, "image_tower", lambda: None)()
-    if where.type != "cuda" or type(tower).__name__ != "Float8":
+    if where.type != "cuda" or not getattr(tower, "float8", False):
         raise SettingError(f"float8 is for CLIP's vision transformers on a GPU, not for '{name}' on {where}.")
     return encoder
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from testtime.display import line
-from testtime.encoding import vit
 from testtime.encoding.compiled import ALIKE, COARSE, verified
 from testtime.types import InputError, MissingPart, Preprocess
 
@@ -41,14 +40,13 @@ class TwoTowers(ABC):
     def text_features(self, texts: Sequence[str]) -> Tensor:
         """Features (n, D) of at most TEXT_BATCH sentences."""
 
-    def fast_tower(self, kind: type[vit.Tower]) -> Callable[[Tensor], Tensor] | None:
-        """Our fast implementation of the image tower, a vision transformer of this `kind`; None if there is none."""
+    def fast_tower(self, float8: bool) -> Callable[[Tensor], Tensor] | None:
+        """Our fast implementation of the image tower, maybe with GEMMs in float8; None if there is none."""
         return None
 
     def image_tower(self) -> Callable[[Tensor], Tensor]:
         """From normalised pixels to features, fast on a GPU; see `types.DeviceEncoder`."""
-        kind, least = (vit.Float8, COARSE) if self.float8 else (vit.Tower, ALIKE)
-        return verified(self.fast_tower(kind), self.image_features, self, least)
+        return verified(self.fast_tower(self.float8), self.image_features, self, COARSE if self.float8 else ALIKE)
 
     def encode_images(self, pixels: Tensor) -> Tensor:
         """Unit features of preprocessed images: (B, 3, H, W) -> (B, D) float32, on the encoder's device."""

@@ -108,8 +108,8 @@ class DualEncoder(TwoTowers):
     def text_features(self, texts: Sequence[str]) -> Tensor:
         return _pooled(self.model.get_text_features(**self.tokenize(texts)))
 
-    def fast_tower(self, kind: type[vit.Tower]) -> vit.Tower | None:
-        return vit.from_transformers(self.model, kind)
+    def fast_tower(self, float8: bool) -> vit.Tower | None:
+        return vit.from_transformers(self.model, float8)
 
     def soft_prompts(self, classnames: Sequence[str], words: str, chunk: int) -> Context:
         """Prompts whose first words are tunable; see `types.PromptEncoder`."""

@@ -72,8 +72,8 @@ class OpenClip(TwoTowers):
     def text_features(self, texts: Sequence[str]) -> Tensor:
         return self.model.encode_text(self.tokenizer(list(texts)).to(self.device))
 
-    def fast_tower(self, kind: type[vit.Tower]) -> Callable[[Tensor], Tensor] | None:
-        return vit.from_open_clip(self.model.visual, kind) or resnet.from_open_clip(self.model.visual)
+    def fast_tower(self, float8: bool) -> Callable[[Tensor], Tensor] | None:
+        return vit.from_open_clip(self.model.visual, float8) or resnet.from_open_clip(self.model.visual)
 
     def soft_prompts(self, classnames: Sequence[str], words: str, chunk: int) -> Context:
         """Prompts whose first words are tunable; see `types.PromptEncoder`."""
