@@ -341,6 +341,23 @@ def test_chunks_decide_like_single_images() -> None:
         torch.testing.assert_close(one, two, atol=1e-9, rtol=0)
 
 
+def test_an_answer_that_is_not_finite_is_refused_and_not_replaced_by_the_frozen_one() -> None:
+    task, stream, _ = toy()
+    session = Session(task, "dpe", guard=True)
+    session.scan(stream[:50])
+    broken = session.state._replace(text=session.state.text * math.nan)
+    memory = session.guard_memory
+    assert memory is not None
+    harmed = Course.of(memory.course)
+    harmed.harms_1 = harmed.harms_2 = harmed.harms_3 = 100.0  # only frozen answers are given
+    session.state, session.guard_memory = broken, memory._replace(course=harmed.tensor())
+    assert session.proven == "adapting harms"
+    with pytest.raises(InputError, match="NaN or infinity for image 50"):
+        session.step(stream[50])
+    with pytest.raises(StateError):
+        session.step(stream[51])
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

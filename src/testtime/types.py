@@ -161,8 +161,8 @@ class Decision:
 class Prediction:
     """One image's answer, beside that of the frozen classifier. A notebook draws it as bars."""
 
-    label: str
-    confidence: float  # probability of `label`, 0 to 1
+    label: str  # the best class, or "unknown" if a guard says so
+    confidence: float  # probability of the best class, 0 to 1
     calibrated: float  # the same, softened to be as sure on average as the frozen classifier
     entropy: float  # of the predicted distribution, in nats
     zero_shot: str
@@ -173,7 +173,7 @@ class Prediction:
     logits: Tensor  # (C,), on the CPU
     probabilities: Tensor  # (C,), on the CPU
     classnames: tuple[str, ...]  # those of the task
-    decision: Decision | None = None  # the guard's, if there is one; `label` may then be "unknown"
+    decision: Decision | None = None  # the guard's, if there is one
 
     def __repr__(self) -> str:
         answer, frozen = (display.line(name, 32) for name in (self.label, self.zero_shot))

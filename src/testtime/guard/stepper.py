@@ -228,7 +228,8 @@ class Guarded:
     ) -> tuple[Tensor, list[Decision]]:
         """The answers (N, C) to give in place of the method's (N, C), and the decisions; moves `course` on."""
         guard, weights, decisions, proven = self.guard, [], [], course.proven
-        labels: list[int] = adapted.argmax(1).tolist()
+        finite = adapted.isfinite().all(1)
+        labels: list[int] = torch.where(finite, adapted.argmax(1), frozen.logits.argmax(1)).tolist()
         supported = self._supported(labels, frozen, gate.writes)
         for image, (label, plain) in enumerate(zip(labels, frozen.labels, strict=True)):
             differs = label != plain
@@ -258,6 +259,9 @@ class Guarded:
         if all(weight == 1 for weight in weights):
             return adapted, decisions
         share = torch.tensor(weights, dtype=adapted.dtype).to(adapted.device)[:, None]
+        share = torch.where(
+            finite[:, None], share, 1
+        )  # the session must see answers that are not finite, to refuse them
         blended = torch.lerp(frozen.logits.log_softmax(1), adapted.log_softmax(1), share)
         return torch.where(share == 1, adapted, torch.where(share == 0, frozen.logits, blended)), decisions
 

@@ -122,8 +122,8 @@ class GuardTally:
         vetoed, refused = self.answers["frozen"], sum(self.refused.values())
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in self.refused.most_common())
         parts = [
-            f"{vetoed:,} changed {'answer' if vetoed == 1 else 'answers'} taken back",
-            f"{refused:,} images kept from teaching{f' ({reasons})' if reasons else ''}",
+            f"{vetoed:,} changed answer{'s' * (vetoed != 1)} taken back",
+            f"{refused:,} image{'s' * (refused != 1)} kept from teaching{f' ({reasons})' if reasons else ''}",
             *([f"{self.answers[UNKNOWN]:,} answered unknown"] if self.answers[UNKNOWN] else []),
             *([f"alarm at image {', '.join(map(str, self.alarms))}: the stream changed"] if self.alarms else []),
         ]
@@ -153,7 +153,7 @@ class LateLabels:
             self.spent += label is not None and self.session.label(decision.index, label)
 
     def __str__(self) -> str:
-        labels = f"{self.spent:,} label{'' if self.spent == 1 else 's'} of {self.budget:,} used"
+        labels = f"{self.spent:,} label{'s' * (self.spent != 1)} of {self.budget:,} used"
         return f"{labels}: {self.session.proven or 'nothing proven yet'}"
 
 
