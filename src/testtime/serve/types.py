@@ -1,0 +1,81 @@
+"""What the service is asked, what it answers, and its limits. Nothing here knows of HTTP."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from testtime.errors import TesttimeError
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Upper bounds on what a client may send; all are checked before anything is decoded."""
+
+    image_bytes: int = 20 * 2**20
+    pixels: int = 50_000_000
+    batch: int = 64  # images in a request
+    waiting: int = 256  # images accepted and not answered yet, over all streams
+    streams: int = 100
+    classes: int = 5_000
+    name: int = 200  # characters in the name of a class, an image or a snapshot
+    templates: int = 100
+    views: int = 64
+    state_bytes: int = 2**30  # an imported state
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the service runs."""
+
+    limits: Limits = field(default_factory=Limits)
+    max_batch: int = 32  # most images encoded together
+    deadline: float = 0.002  # seconds that an image waits for others to be encoded with
+    decoders: int = 2  # processes that decode images
+    decode_seconds: float = 10.0
+    decode_memory: int = 2**30  # bytes of address space of such a process
+    learners: int = 2  # threads that run steps; a stream is in one at a time
+    snapshot_every: int = 200  # images between two automatic snapshots: the most that a restart replays
+    keep_images: int = 10_000  # latest images of a stream whose features are kept, for unlearning
+    keep_log: int = 1_000_000  # latest images of a stream whose audit rows are kept
+    thumbnail: int = 96  # pixels a side, in streams that keep thumbnails
+
+
+@dataclass(frozen=True)
+class StreamSpec:
+    """What a stream is made of."""
+
+    name: str
+    classes: tuple[str, ...]
+    templates: tuple[str, ...] | str | None = None
+    method: str = "dpe"
+    preset: str | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    guard: bool = True
+    guard_settings: dict[str, Any] = field(default_factory=dict)
+    views: int = 1
+    augmix: bool = False
+    seed: int = 0
+    thumbnails: bool = False  # whether small copies of the images may be kept
+
+
+@dataclass(frozen=True)
+class Upload:
+    """One image of a client."""
+
+    data: bytes = field(repr=False)
+    name: str = ""
+    key: str | None = None  # idempotency: a second image with the same key gets the answer of the first
+
+
+class ServiceError(TesttimeError):
+    """A request that cannot be served now or at all; `status` is the HTTP status that says so."""
+
+    def __init__(self, status: int, message: str, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.status, self.retry_after = status, retry_after
+
+
+DATABASE = "testtime.sqlite"
+STATES = Path("states")  # folder of state files, inside the service's folder
