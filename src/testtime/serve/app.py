@@ -22,6 +22,7 @@ from testtime.serve.envelope import Envelope
 from testtime.serve.live import live_routes
 from testtime.serve.reference import reference
 from testtime.serve.routes import Json, admitted, described, image_routes, stream_routes
+from testtime.serve.schemas import Images
 from testtime.serve.types import Limits, ServiceError
 
 if TYPE_CHECKING:
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 
 ABOUT = """Streams of images are classified, and the classifier learns from them while it serves.
 
-Send a token as 'Authorization: Bearer TOKEN'; its scope (predict, learn or admin) must be the one named at the call or \
-a later one. A service on a loopback address without tokens asks for none.
+Send a token as 'Authorization: Bearer TOKEN'; its scope (predict, learn or admin) must be the one named at the call \
+or a later one. A service on a loopback address without tokens asks for none.
 
 Errors are {"error": "what is wrong, and the way out", "status": 4xx}. Retry 429 and 503 after the seconds in \
 Retry-After, with the same Idempotency-Key, so that no image is learned twice.
@@ -123,6 +124,8 @@ def _pages(app: FastAPI) -> None:
         if app.openapi_schema is None:
             made = FastAPI.openapi(app)
             made["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+            images = Images.model_json_schema(ref_template="#/components/schemas/{model}")
+            made["components"]["schemas"] |= images.pop("$defs") | {"Images": images}
         return app.openapi_schema or made
 
     app.openapi = document  # type: ignore[method-assign]

@@ -12,7 +12,7 @@ from testtime.serve.replies import Answer, AuditRow, ImageFailure, LabelResult, 
 
 
 class AsyncClient:
-    """`Client` for asyncio, call for call. Errors are `ServiceError` with the server's own words; no connection, `ConnectionError`."""
+    """`Client` for asyncio, call for call, with the same errors."""
 
     def __init__(
         self, url: str = "http://127.0.0.1:8000", token: str | None = None, *, attempts: int = 5, timeout: float = 60.0,

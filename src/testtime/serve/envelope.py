@@ -1,4 +1,4 @@
-"""What surrounds every request: an id, security headers, the checks of Host and Origin, its log line and its metrics."""
+"""What surrounds every request: an id, security headers, checks of Host and Origin, its log line and its metrics."""
 
 from __future__ import annotations
 

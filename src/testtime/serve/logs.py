@@ -1,4 +1,4 @@
-"""The service's logs: one line for each request and each change, as text or as JSON. No image and no token is in them."""
+"""The service's logs: one line for each request and each change, as text or JSON. No image and no token is in them."""
 
 from __future__ import annotations
 

@@ -64,11 +64,11 @@ def _call(method: str, path: str, call: dict[str, Any]) -> list[str]:
     if "requestBody" in call:
         parts += ["<h3>Body</h3>", _table(_contents(call["requestBody"]["content"]))]
     parts.append("<h3>Answers</h3>")
-    rows = []
+    answers = []
     for status, answer in sorted(call["responses"].items()):
         kinds = "; ".join(kind for _, kind in _contents(answer.get("content", {})))
-        rows.append((f"<code>{status}</code>", escape(answer.get("description", "")), kinds))
-    return [*parts, _table(rows), "</section>"]
+        answers.append((f"<code>{status}</code>", escape(answer.get("description", "")), kinds))
+    return [*parts, _table(answers), "</section>"]
 
 
 def _contents(content: dict[str, Any]) -> list[tuple[str, str]]:
@@ -102,10 +102,8 @@ def _kind(schema: dict[str, Any]) -> str:
     bounds = [f"{word} {schema[key]:,}" for key, word in (("minimum", "from"), ("maximum", "to")) if key in schema]
     if "maxLength" in schema:
         bounds.append(f"at most {schema['maxLength']:,}")
-    values = ", ".join(json.dumps(value) for value in schema.get("enum", ()))
-    return escape(
-        " ".join([schema.get("title_type", schema.get("type", "any")), *bounds, *([values] if values else [])])
-    )
+    values = [", ".join(json.dumps(value) for value in schema["enum"])] if "enum" in schema else []
+    return escape(" ".join([schema.get("type", "any"), *bounds, *values]))
 
 
 def _table(rows: list[Any]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Request, Response
@@ -117,7 +117,7 @@ IMAGES = {
                     "properties": {"file": {"type": "array", "items": FILE, "maxItems": schemas.LIMITS.batch}},
                 }
             },
-            "application/json": {"schema": schemas.Images.model_json_schema(ref_template="#/components/schemas/{model}")},
+            "application/json": {"schema": {"$ref": "#/components/schemas/Images"}},
         },
     },
 }  # fmt: skip
@@ -153,7 +153,7 @@ def _checked(gate: Gate, budget: Budget) -> type[APIRoute]:
     """
 
     class Checked(APIRoute):
-        def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
             inner, scope = super().get_route_handler(), (self.openapi_extra or {})["x-scope"]
             has_body = self.body_field is not None
 

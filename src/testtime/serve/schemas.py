@@ -1,4 +1,4 @@
-"""The requests and responses of the service as pydantic models: bounds on what comes in, documentation of what goes out.
+"""The requests and responses of the service as pydantic models: bounds on what comes in, documents of what goes out.
 
 Responses are documented by these and not validated with them; `tests/test_serve_schema.py` compares the two.
 """
