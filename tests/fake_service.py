@@ -9,8 +9,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
-import uvicorn
-
+from testtime.serve.server import Stoppable, configuration
 from testtime.serve.telemetry import Telemetry
 from testtime.serve.types import ServiceError, StreamSpec, Upload
 
@@ -21,7 +20,11 @@ class FakeService:
     """Keeps what it is given, and answers with the first class; an image that starts with b"bad" is refused."""
 
     def __init__(self) -> None:
-        self.ready, self.read_only, self.telemetry = False, "", Telemetry()
+        self.ready, self.read_only, self.telemetry, self.closed = False, "", Telemetry(), False
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything."""
         self.specs: dict[str, StreamSpec] = {}
         self.seen: dict[str, list[Upload]] = {}
         self.keys: dict[tuple[str, str], dict[str, Any]] = {}
@@ -29,8 +32,7 @@ class FakeService:
         self.queues_of: dict[str, list[asyncio.Queue[dict[str, Any]]]] = {}
         self.calls: list[tuple[Any, ...]] = []
         self.fail_next: list[Exception] = []
-        self.slow = 0.0
-        self.closed = False
+        self.held, self.busy = False, 0  # whether answers wait, and how many requests do
 
     async def start(self) -> None:
         self.ready = True
@@ -79,7 +81,10 @@ class FakeService:
         spec = self._check(name)
         if self.fail_next:
             raise self.fail_next.pop(0)
-        await asyncio.sleep(self.slow)
+        self.busy += 1
+        while self.held:
+            await asyncio.sleep(0.005)
+        self.busy -= 1
         answers = []
         for upload in uploads:
             if upload.data.startswith(b"bad"):
@@ -208,8 +213,6 @@ class FakeService:
 @contextmanager
 def served(app: Any, **options: Any) -> Iterator[str]:
     """The address of a server of the application, in a thread of its own."""
-    from testtime.serve.server import Stoppable, configuration
-
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = Stoppable(configuration(app, **options))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
@@ -224,6 +227,3 @@ def served(app: Any, **options: Any) -> Iterator[str]:
             server.stop()
             thread.join(20)
             assert not thread.is_alive(), "The server did not stop."
-
-
-__all__ = ["FakeService", "served", "uvicorn"]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import signal
+import socket
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import uvicorn
 
+from testtime.errors import InputError
 from testtime.serve.types import Limits
 
 GRACE = 30  # seconds for requests to finish once the server stops
@@ -34,19 +36,24 @@ class Stoppable(uvicorn.Server):
         await super().shutdown(sockets)
 
 
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that listens there; a port that is taken is an error before the encoder is loaded."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as problem:
+        raise InputError(
+            f"Cannot listen on {host}, port {port}: {problem.strerror or problem}. Choose another --port or --host."
+        ) from None
+
+
 def configuration(
-    app: Any,
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    limits: Limits | None = None,
-    certificate: Path | None = None,
-    key: Path | None = None,
+    app: Any, limits: Limits | None = None, certificate: Path | None = None, key: Path | None = None
 ) -> uvicorn.Config:
-    """How the application is served. The logs are ours (`serve.logs`), and proxies' headers are not believed."""
+    """How the application is served. The logs are ours (`serve.logs`), and headers of proxies are not believed."""
     return uvicorn.Config(
         app,
-        host=host,
-        port=port,
+        ws="websockets-sansio",
         ws_max_size=(limits or Limits()).image_bytes,
         ws_max_queue=2,  # frames that are read ahead of the one being answered
         ws_per_message_deflate=False,  # images do not compress
@@ -62,6 +69,6 @@ def configuration(
     )
 
 
-def serve(config: uvicorn.Config) -> None:
-    """Serve until a signal comes."""
-    Stoppable(config).run()
+def serve_on(listener: socket.socket, config: uvicorn.Config) -> None:
+    """Serve until a signal comes, and until what was accepted by then is answered."""
+    Stoppable(config).run(sockets=[listener])
