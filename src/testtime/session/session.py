@@ -249,7 +249,7 @@ class Session:
         return prediction
 
     def replay(self, views: Tensor, index: int) -> Prediction:
-        """Step on views (V, D) that an observer was given, as image `index` of the input; no observer is called.
+        """Step on views (V, D) of the encoding stream, as image `index` of the input; no observer is called.
 
         They are used as they are: normalised once more, they would differ in their last bits.
         """
@@ -257,14 +257,18 @@ class Session:
             self.position = index
             return self._advance(aligned(views.to(self.task.text)))
 
-    def predict(self, image: Source) -> Prediction:
-        """Predict one image from what has been learned so far, learning nothing."""
-        (entry,) = self._encoded([image])
-        views = entry.usable()
+    def peek(self, views: Tensor) -> Prediction:
+        """Predict from views (V, D) of the encoding stream, used as they are, learning nothing."""
         with self._lock:
+            views = aligned(views.to(self.task.text))
             with torch.inference_mode():
                 logits = self._steps().peek(views)
             return self._prediction(logits[0], views[0], False, self.calibration.copy())
+
+    def predict(self, image: Source) -> Prediction:
+        """Predict one image from what has been learned so far, learning nothing."""
+        (entry,) = self._encoded([image])
+        return self.peek(entry.usable())
 
     def warm_up(self, views: int | None = None) -> float:
         """Seconds of the warm-up, run now for images of so many views: loading, compiling, graph capture."""
