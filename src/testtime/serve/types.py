@@ -26,6 +26,11 @@ class Limits:
     views: int = 64
     state_bytes: int = 2**30  # an imported state
 
+    def check_text(self, text: str) -> None:
+        """Refuse a name or a template that is too long."""
+        if len(text) > self.name:
+            raise ServiceError(422, f"Names and templates may have {self.name} characters; got {text[:20]!r}...")
+
 
 @dataclass(frozen=True)
 class Settings:
