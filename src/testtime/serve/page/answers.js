@@ -1,0 +1,94 @@
+// The chosen answer, adapted beside zero-shot, and the latest ones to choose from.
+
+import { at, getJson, send } from "./api.js";
+import { el, keyed, percent } from "./dom.js";
+import { attempt, notice, submits } from "./notices.js";
+
+const RECENT = 8;
+
+function bars(list, probabilities) {
+  keyed(list, probabilities, (entry) => entry.label, (entry) =>
+    el("li", {}, el("span", {}, entry.label), el("i"), el("b")), (node, entry) => {
+    node.children[1].style.setProperty("--share", entry.probability);
+    node.children[2].textContent = percent(entry.probability, 1);
+  });
+}
+
+/** What became of an image, in a few words. */
+export function fate(row) {
+  if (row.live === false) return "no longer part of what was learned";
+  return row.learned ? "learned from" : `not learned from${row.reason ? `: ${row.reason}` : ""}`;
+}
+
+export const changed = (row) => row.label !== row.zero_shot;
+
+/** The part of the page with answers; `onUnlearn` is asked to unlearn an image. */
+export function makeAnswers(root, stream, pictures, onUnlearn) {
+  const part = (id) => root.querySelector(`#${id}`);
+  const [ours, frozen] = root.querySelectorAll(".versus > div");
+  const choice = part("feedback").elements.label;
+  let chosen = null; // an id, if a person has chosen one; otherwise the latest is shown
+  let shown = null;
+
+  function side(node, label, confidence, probabilities) {
+    node.querySelector(".verdict").replaceChildren(el("b", {}, label), el("span", {}, percent(confidence, 1)));
+    bars(node.querySelector(".bars"), probabilities);
+  }
+
+  function show(row) {
+    part("answer").hidden = !row;
+    if (!row) return;
+    if (shown !== row) part("picture").replaceChildren(pictures.of(row.id));
+    shown = row;
+    part("answer-name").textContent = row.image || (row.id === null ? "image" : `image #${row.id}`);
+    const parts = [fate(row), row.drift && "alarm: the stream has changed", row.repeated && "sent before"];
+    part("answer-state").textContent = parts.filter(Boolean).join("; ");
+    side(ours, row.label, row.confidence, row.probabilities ?? [{ label: row.label, probability: row.confidence }]);
+    // entries of the log have no confidence of the frozen classifier
+    const sure = row.zero_shot_confidence;
+    side(frozen, row.zero_shot, sure ?? 0, sure === undefined ? [] : [{ label: row.zero_shot, probability: sure }]);
+    frozen.querySelector(".verdict span").hidden = sure === undefined;
+    part("answer").classList.toggle("changed", changed(row));
+    part("feedback").hidden = row.id === null || row.live === false;
+  }
+
+  function update() {
+    const images = stream.images();
+    const latest = images.slice(-RECENT).reverse();
+    if (chosen !== null && !stream.rows.has(chosen)) chosen = null;
+    show(chosen === null ? stream.predicted ?? latest[0] : stream.rows.get(chosen));
+    keyed(part("recent"), latest, (row) => row.id, (row) => el("li", {}, el("button", {
+      type: "button",
+      onclick: () => choose(row.id),
+    }, pictures.of(row.id), el("span", {}, row.label))), (node, row) => {
+      node.classList.toggle("changed", changed(row));
+      node.firstElementChild.setAttribute("aria-pressed", String(chosen === row.id));
+      node.firstElementChild.title = `${row.image || `image #${row.id}`}: ${row.label}, zero-shot ${row.zero_shot}; ${fate(row)}`;
+    });
+    const names = stream.info.classes;
+    if (choice.options.length !== names.length || names.some((name, index) => choice.options[index].value !== name)) {
+      choice.replaceChildren(...names.map((name) => el("option", { value: name }, name)));
+    }
+  }
+
+  /** Shows image `id` until it is chosen again or a new image is sent. */
+  async function choose(id) {
+    chosen = chosen === id ? null : id;
+    if (chosen !== null && !stream.rows.has(id)) stream.rows.set(id, await getJson(at(stream.name, "images", id)));
+    if (chosen !== null) choice.value = stream.rows.get(id).label;
+    update();
+  }
+
+  submits(part("feedback"), async () => {
+    const told = await send("POST", at(stream.name, "labels"), { json: { image: shown.id, label: choice.value } });
+    const judged = (right) => (right ? "right" : "wrong");
+    notice(`Noted: adapted was ${judged(told.right)}, zero-shot ${judged(told.zero_shot_right)}.`
+      + (told.used ? " The guard takes it into account." : ""));
+  });
+  part("unlearn").addEventListener("click", () => attempt(() => onUnlearn(shown.id)));
+  return {
+    update,
+    choose: (id) => attempt(() => choose(id)),
+    follow() { chosen = null; },
+  };
+}
