@@ -1,10 +1,11 @@
 // The chosen answer, adapted beside zero-shot, and the latest ones to choose from.
 
-import { at, getJson, send } from "./api.js";
+import { at, send } from "./api.js";
 import { el, keyed, percent } from "./dom.js";
 import { attempt, notice, submits } from "./notices.js";
 
 const RECENT = 8;
+const TILE = 84; // pixels of width for one of them
 
 function bars(list, probabilities) {
   keyed(list, probabilities, (entry) => entry.label, (entry) =>
@@ -17,7 +18,7 @@ function bars(list, probabilities) {
 /** What became of an image, in a few words. */
 export function fate(row) {
   if (row.live === false) return "no longer part of what was learned";
-  return row.learned ? "learned from" : `not learned from${row.reason ? `: ${row.reason}` : ""}`;
+  return row.learned ? "learned from" : `not learned from${row.reason ? ` (${row.reason})` : ""}`;
 }
 
 export const changed = (row) => row.label !== row.zero_shot;
@@ -38,7 +39,10 @@ export function makeAnswers(root, stream, pictures, onUnlearn) {
   function show(row) {
     part("answer").hidden = !row;
     if (!row) return;
-    if (shown !== row) part("picture").replaceChildren(pictures.of(row.id));
+    if (shown?.id !== row.id) {
+      part("picture").replaceChildren(pictures.of(row.id));
+      choice.value = row.label;
+    }
     shown = row;
     part("answer-name").textContent = row.image || (row.id === null ? "image" : `image #${row.id}`);
     const parts = [fate(row), row.drift && "alarm: the stream has changed", row.repeated && "sent before"];
@@ -48,15 +52,22 @@ export function makeAnswers(root, stream, pictures, onUnlearn) {
     const sure = row.zero_shot_confidence;
     side(frozen, row.zero_shot, sure ?? 0, sure === undefined ? [] : [{ label: row.zero_shot, probability: sure }]);
     frozen.querySelector(".verdict span").hidden = sure === undefined;
+    part("verdicts").textContent = changed(row) ? "Adapting changed this answer." : "The same answer.";
     part("answer").classList.toggle("changed", changed(row));
     part("feedback").hidden = row.id === null || row.live === false;
   }
 
   function update() {
     const images = stream.images();
-    const latest = images.slice(-RECENT).reverse();
+    const room = Math.min(RECENT, Math.floor(part("recent").clientWidth / TILE));
+    const latest = room > 0 ? images.slice(-room).reverse() : [];
+    const names = stream.info.classes;
+    if (choice.options.length !== names.length || names.some((name, index) => choice.options[index].value !== name)) {
+      choice.replaceChildren(...names.map((name) => el("option", { value: name }, name)));
+    }
     if (chosen !== null && !stream.rows.has(chosen)) chosen = null;
-    show(chosen === null ? stream.predicted ?? latest[0] : stream.rows.get(chosen));
+    part("latest").hidden = chosen === null;
+    show(chosen === null ? stream.predicted ?? images.at(-1) : stream.rows.get(chosen));
     keyed(part("recent"), latest, (row) => row.id, (row) => el("li", {}, el("button", {
       type: "button",
       onclick: () => choose(row.id),
@@ -65,19 +76,17 @@ export function makeAnswers(root, stream, pictures, onUnlearn) {
       node.firstElementChild.setAttribute("aria-pressed", String(chosen === row.id));
       node.firstElementChild.title = `${row.image || `image #${row.id}`}: ${row.label}, zero-shot ${row.zero_shot}; ${fate(row)}`;
     });
-    const names = stream.info.classes;
-    if (choice.options.length !== names.length || names.some((name, index) => choice.options[index].value !== name)) {
-      choice.replaceChildren(...names.map((name) => el("option", { value: name }, name)));
-    }
   }
 
-  /** Shows image `id` until it is chosen again or a new image is sent. */
-  async function choose(id) {
-    chosen = chosen === id ? null : id;
-    if (chosen !== null && !stream.rows.has(id)) stream.rows.set(id, await getJson(at(stream.name, "images", id)));
-    if (chosen !== null) choice.value = stream.rows.get(id).label;
+  /** Shows this image, or the latest with null, until another is chosen or sent. */
+  function choose(id) {
+    chosen = id;
     update();
   }
+
+  // whoever is about to judge an image must not find another one there when they press the button
+  for (const touched of ["focusin", "pointerdown"]) part("feedback").addEventListener(touched, () => choose(shown.id));
+  part("latest").addEventListener("click", () => choose(null));
 
   submits(part("feedback"), async () => {
     const told = await send("POST", at(stream.name, "labels"), { json: { image: shown.id, label: choice.value } });
@@ -88,7 +97,6 @@ export function makeAnswers(root, stream, pictures, onUnlearn) {
   part("unlearn").addEventListener("click", () => attempt(() => onUnlearn(shown.id)));
   return {
     update,
-    choose: (id) => attempt(() => choose(id)),
-    follow() { chosen = null; },
+    choose,
   };
 }

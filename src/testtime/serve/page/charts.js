@@ -12,10 +12,10 @@ function roundUp(value) {
 }
 
 /**
- * A chart in a figure. `lines` are {name, tone}; `format` writes a value; `least` is the smallest span of the axis;
+ * A chart in a figure. `lines` are {name, tone}; `format` writes a value, `tick` one on the axis; `least` is the smallest span of the axis;
  * `zoom` lets the axis start above zero. `draw` gets points {x, values: one for each line} and marks at x.
  */
-export function makeChart(figure, { title, note, lines, format, least, zoom = false }) {
+export function makeChart(figure, { title, note, lines, format, tick = format, least, zoom = false }) {
   const readings = lines.map(({ name, tone }) => el("span", { className: tone }, lines.length > 1 ? name : "", el("b")));
   const place = el("span", { className: "soft" });
   const caption = el("figcaption", {}, el("span", { className: "chart-title" }, title), ...readings, place);
@@ -31,15 +31,15 @@ export function makeChart(figure, { title, note, lines, format, least, zoom = fa
 
   function scales(width) {
     const values = points.flatMap((point) => point.values);
-    const low = zoom ? Math.max(0, Math.floor(Math.min(...values) * 20 - 0.2) / 20) : 0;
-    const high = zoom ? Math.min(1, Math.max(...values) + 0.02) : roundUp(Math.max(least, ...values));
+    const low = zoom ? Math.floor(Math.min(...values) * 10) / 10 : 0;
+    const high = zoom ? Math.max(low + least, Math.ceil(Math.max(...values) * 10) / 10) : roundUp(Math.max(least, ...values));
     const first = points[0].x;
     const span = Math.max(1, points.at(-1).x - first);
     const { left, right, top, bottom } = INSIDE;
     return {
       low, high,
       x: (value) => left + ((value - first) / span) * (width - left - right),
-      y: (value) => top + (1 - (value - low) / Math.max(least / 10, high - low)) * (HEIGHT - top - bottom),
+      y: (value) => top + (1 - (value - low) / (high - low)) * (HEIGHT - top - bottom),
     };
   }
 
@@ -55,7 +55,7 @@ export function makeChart(figure, { title, note, lines, format, least, zoom = fa
     const { low, high, x, y } = scales(width);
     const ticks = [low, (low + high) / 2, high].flatMap((value) => [
       svg("line", { x1: INSIDE.left, x2: width - INSIDE.right, y1: y(value), y2: y(value), class: value === low ? "base" : "grid" }),
-      svg("text", { x: INSIDE.left - 6, y: y(value) + 4, class: "end tick" }, format(value)),
+      svg("text", { x: INSIDE.left - 6, y: y(value) + 4, class: "end tick" }, tick(value)),
     ]);
     const ends = points.length < 2 ? [] : [
       svg("text", { x: INSIDE.left, y: HEIGHT - 4, class: "tick" }, `#${points[0].x}`),

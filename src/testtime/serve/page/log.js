@@ -2,7 +2,7 @@
 
 import { at, getJson } from "./api.js";
 import { changed, fate } from "./answers.js";
-import { clock, el, keyed, percent } from "./dom.js";
+import { clock, el, keyed, many, percent } from "./dom.js";
 import { attempt } from "./notices.js";
 
 const PAGE = 50; // entries shown at first
@@ -33,10 +33,12 @@ const told = (detail) => Object.entries(detail ?? {})
 export function makeLog(root, stream, pictures, actions) {
   const list = root.querySelector("#log");
   const older = root.querySelector("#older");
+  const newer = root.querySelector("#newer");
   const tabs = [...root.querySelectorAll("[data-filter]")];
   let filter = "all";
   let length = PAGE;
   let more = true; // whether the server has older ones
+  let newest = Infinity; // nothing later is shown: rows must not move under a hand that is about to press "Unlearn"
 
   function image(row) {
     return [
@@ -66,7 +68,10 @@ export function makeLog(root, stream, pictures, actions) {
   }
 
   function update() {
-    const found = stream.sorted().reverse().filter(FILTERS[filter]);
+    const all = stream.sorted().reverse().filter(FILTERS[filter]);
+    const found = all.filter((row) => row.id <= newest);
+    newer.hidden = found.length === all.length;
+    newer.textContent = `Show ${many(all.length - found.length, "newer entry", "newer entries")}`;
     keyed(list, found.slice(0, length), (row) => row.id, entry, refresh);
     root.querySelector("#no-log").hidden = found.length > 0;
     older.hidden = found.length <= length && !more;
@@ -87,10 +92,21 @@ export function makeLog(root, stream, pictures, actions) {
   function show(name) {
     filter = name;
     length = PAGE;
+    newest = Infinity;
     for (const tab of tabs) tab.setAttribute("aria-pressed", String(tab.dataset.filter === name));
     update();
   }
 
+  const hold = () => { newest = Math.min(newest, Math.max(0, ...stream.rows.keys())); };
+  const release = () => {
+    if (list.matches(":hover") || list.contains(document.activeElement)) return;
+    newest = Infinity;
+    update();
+  };
+  for (const touched of ["pointerenter", "focusin"]) list.addEventListener(touched, hold);
+  list.addEventListener("pointerleave", release);
+  list.addEventListener("focusout", () => setTimeout(release)); // when the focus has arrived elsewhere
+  newer.addEventListener("click", () => show(filter));
   older.addEventListener("click", () => attempt(async () => {
     length += PAGE;
     if (more && stream.sorted().filter(FILTERS[filter]).length < length) await fetchOlder(actions.signal);

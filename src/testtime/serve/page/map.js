@@ -4,7 +4,7 @@ import { at, getJson } from "./api.js";
 import { el, keyed, svg } from "./dom.js";
 
 const EDGE = 28; // pixels around the outermost point
-const LETTER = 6.2; // pixels of a letter of a name, on average
+const LETTER = 7; // pixels of a letter of a name, on average
 const LINE = 14;
 
 const LEGEND = [

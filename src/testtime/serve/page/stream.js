@@ -65,7 +65,7 @@ export function openStream(root, signal, name) {
   const charts = {
     accuracy: makeChart(part("accuracy"), {
       title: "Accuracy", note: "Share of right answers so far, by labels that no classifier sees.", zoom: true, least: 0.1,
-      lines: [{ name: "adapted", tone: "s1" }, { name: "zero-shot", tone: "s0" }], format: (value) => percent(value, 1),
+      lines: [{ name: "adapted", tone: "s1" }, { name: "zero-shot", tone: "s0" }], format: (value) => percent(value, 1), tick: (value) => percent(value),
     }),
     disagreement: makeChart(part("disagreement"), {
       title: "Disagreement", note: `Share of the last ${WINDOW} answers that differ from zero-shot.`, least: 0.1,
@@ -152,7 +152,7 @@ export function openStream(root, signal, name) {
   }
 
   function onAnswer(answer, file) {
-    answers.follow();
+    answers.choose(null);
     if (file && answer.id !== null) pictures.remember(answer.id, file);
     if (answer.id === null) stream.predicted = answer;
     else take(answer);

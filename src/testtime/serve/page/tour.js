@@ -5,6 +5,7 @@ import { count, el, many, percent } from "./dom.js";
 import { attempt } from "./notices.js";
 
 const BACK_TO = 100; // images that are left after the tour goes back
+const GUARD = "guard: "; // how its reasons begin
 
 let touring = null; // the name of the stream that this tab's tour shows
 
@@ -18,8 +19,8 @@ export async function startTour() {
 const accuracy = (stream, line) => (stream.accuracy.length ? percent(stream.accuracy.at(-1).values[line], 1) : "…");
 
 function reasons(refused) {
-  const found = Object.entries(refused).filter(([, number]) => number > 0);
-  return found.length ? found.map(([reason, number]) => `${reason} ${count(number)}`).join(", ") : "none so far";
+  const found = Object.entries(refused).filter(([reason]) => reason.startsWith(GUARD));
+  return found.map(([reason, number]) => `${count(number)} ${reason.slice(GUARD.length)}`).join(", ") || "none so far";
 }
 
 const STEPS = [
