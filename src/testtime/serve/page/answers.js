@@ -1,7 +1,7 @@
 // The chosen answer, adapted beside zero-shot, and the latest ones to choose from.
 
 import { at, send } from "./api.js";
-import { el, keyed, percent } from "./dom.js";
+import { button, el, keyed, percent } from "./dom.js";
 import { attempt, notice, submits } from "./notices.js";
 
 const RECENT = 8;
@@ -20,6 +20,8 @@ export function fate(row) {
   if (row.live === false) return "no longer part of what was learned";
   return row.learned ? "learned from" : `not learned from${row.reason ? ` (${row.reason})` : ""}`;
 }
+
+const nameOf = (row) => row.image || (row.id === null ? "image" : `image #${row.id}`);
 
 export const changed = (row) => row.label !== row.zero_shot;
 
@@ -44,7 +46,7 @@ export function makeAnswers(root, stream, pictures, onUnlearn) {
       choice.value = row.label;
     }
     shown = row;
-    part("answer-name").textContent = row.image || (row.id === null ? "image" : `image #${row.id}`);
+    part("answer-name").textContent = nameOf(row);
     const parts = [fate(row), row.drift && "alarm: the stream has changed", row.repeated && "sent before"];
     part("answer-state").textContent = parts.filter(Boolean).join("; ");
     side(ours, row.label, row.confidence, row.probabilities ?? [{ label: row.label, probability: row.confidence }]);
@@ -68,13 +70,16 @@ export function makeAnswers(root, stream, pictures, onUnlearn) {
     if (chosen !== null && !stream.rows.has(chosen)) chosen = null;
     part("latest").hidden = chosen === null;
     show(chosen === null ? stream.predicted ?? images.at(-1) : stream.rows.get(chosen));
-    keyed(part("recent"), latest, (row) => row.id, (row) => el("li", {}, el("button", {
-      type: "button",
-      onclick: () => choose(row.id),
-    }, pictures.of(row.id), el("span", {}, row.label))), (node, row) => {
+    const tile = (row) => {
+      const press = button(pictures.of(row.id), () => choose(row.id));
+      press.append(el("span", {}, row.label));
+      return el("li", {}, press);
+    };
+    keyed(part("recent"), latest, (row) => row.id, tile, (node, row) => {
+      const press = node.firstElementChild;
       node.classList.toggle("changed", changed(row));
-      node.firstElementChild.setAttribute("aria-pressed", String(chosen === row.id));
-      node.firstElementChild.title = `${row.image || `image #${row.id}`}: ${row.label}, zero-shot ${row.zero_shot}; ${fate(row)}`;
+      press.setAttribute("aria-pressed", String(chosen === row.id));
+      press.title = `${nameOf(row)}: ${row.label}, zero-shot ${row.zero_shot}; ${fate(row)}`;
     });
   }
 

@@ -12,11 +12,12 @@ function roundUp(value) {
 }
 
 /**
- * A chart in a figure. `lines` are {name, tone}; `format` writes a value, `tick` one on the axis; `least` is the smallest span of the axis;
- * `zoom` lets the axis start above zero. `draw` gets points {x, values: one for each line} and marks at x.
+ * A chart in a figure. `lines` are {name, tone}; `format` writes a value, `tick` one on the axis; `least` is the
+ * smallest span of the axis; `zoom` lets it start above zero. `draw` gets points {x, values: one for each line} and marks at x.
  */
 export function makeChart(figure, { title, note, lines, format, tick = format, least, zoom = false }) {
-  const readings = lines.map(({ name, tone }) => el("span", { className: tone }, lines.length > 1 ? name : "", el("b")));
+  const named = lines.length > 1;
+  const readings = lines.map(({ name, tone }) => el("span", { className: tone }, named ? name : "", el("b")));
   const place = el("span", { className: "soft" });
   const caption = el("figcaption", {}, el("span", { className: "chart-title" }, title), ...readings, place);
   const canvas = svg("svg", { height: HEIGHT, role: "img" });
@@ -31,8 +32,9 @@ export function makeChart(figure, { title, note, lines, format, tick = format, l
 
   function scales(width) {
     const values = points.flatMap((point) => point.values);
+    const most = Math.max(...values);
     const low = zoom ? Math.floor(Math.min(...values) * 10) / 10 : 0;
-    const high = zoom ? Math.max(low + least, Math.ceil(Math.max(...values) * 10) / 10) : roundUp(Math.max(least, ...values));
+    const high = zoom ? Math.max(low + least, Math.ceil(most * 10) / 10) : roundUp(Math.max(least, most));
     const first = points[0].x;
     const span = Math.max(1, points.at(-1).x - first);
     const { left, right, top, bottom } = INSIDE;
@@ -53,21 +55,24 @@ export function makeChart(figure, { title, note, lines, format, tick = format, l
       return read(null);
     }
     const { low, high, x, y } = scales(width);
+    const [left, right] = [INSIDE.left, width - INSIDE.right];
     const ticks = [low, (low + high) / 2, high].flatMap((value) => [
-      svg("line", { x1: INSIDE.left, x2: width - INSIDE.right, y1: y(value), y2: y(value), class: value === low ? "base" : "grid" }),
-      svg("text", { x: INSIDE.left - 6, y: y(value) + 4, class: "end tick" }, tick(value)),
+      svg("line", { x1: left, x2: right, y1: y(value), y2: y(value), class: value === low ? "base" : "grid" }),
+      svg("text", { x: left - 6, y: y(value) + 4, class: "end tick" }, tick(value)),
     ]);
     const ends = points.length < 2 ? [] : [
-      svg("text", { x: INSIDE.left, y: HEIGHT - 4, class: "tick" }, `#${points[0].x}`),
-      svg("text", { x: width - INSIDE.right, y: HEIGHT - 4, class: "end tick" }, `#${points.at(-1).x}`),
+      svg("text", { x: left, y: HEIGHT - 4, class: "tick" }, `#${points[0].x}`),
+      svg("text", { x: right, y: HEIGHT - 4, class: "end tick" }, `#${points.at(-1).x}`),
     ];
     const shown = marks.filter((mark) => mark >= points[0].x && mark <= points.at(-1).x);
-    const alarms = shown.map((mark) => svg("line", { x1: x(mark), x2: x(mark), y1: INSIDE.top, y2: HEIGHT - INSIDE.bottom, class: "alarm" },
-      svg("title", {}, `Alarm at #${mark}`)));
+    const upright = { y1: INSIDE.top, y2: HEIGHT - INSIDE.bottom, class: "alarm" };
+    const alarms = shown.map((mark) =>
+      svg("line", { x1: x(mark), x2: x(mark), ...upright }, svg("title", {}, `Alarm at #${mark}`)));
     const stride = Math.ceil(points.length / width);
     const drawn = points.filter((_, index) => index % stride === 0 || index === points.length - 1);
+    const path = (index) => drawn.map((point) => `${x(point.x)},${y(point.values[index])}`).join(" ");
     const curves = lines.flatMap(({ tone }, index) => [
-      svg("polyline", { class: `line ${tone}`, points: drawn.map((point) => `${x(point.x)},${y(point.values[index])}`).join(" ") }),
+      svg("polyline", { class: `line ${tone}`, points: path(index) }),
       svg("circle", { class: `dot ${tone}`, r: 3.5, cx: x(points.at(-1).x), cy: y(points.at(-1).values[index]) }),
     ]);
     canvas.replaceChildren(...ticks, ...ends, ...alarms, ...curves);
@@ -91,13 +96,4 @@ export function makeChart(figure, { title, note, lines, format, tick = format, l
       render();
     },
   };
-}
-
-/** The mean of the last `size` values at each place. */
-export function running(values, size) {
-  let sum = 0;
-  return values.map((value, index) => {
-    sum += value - (index >= size ? values[index - size] : 0);
-    return sum / Math.min(size, index + 1);
-  });
 }

@@ -18,6 +18,11 @@ export function el(tag, options = {}, ...children) {
   return fill(node, children);
 }
 
+/** A button that does one thing. */
+export function button(content, onclick, options = {}) {
+  return el("button", { type: "button", onclick, ...options }, content);
+}
+
 /** An SVG element with attributes. */
 export function svg(tag, attributes = {}, ...children) {
   const node = document.createElementNS(SVG, tag);
@@ -25,7 +30,7 @@ export function svg(tag, attributes = {}, ...children) {
   return fill(node, children);
 }
 
-/** Shows `items` as children of `parent`; a child whose key stays is kept, so that it keeps focus and moves smoothly. */
+/** Shows `items` as children of `parent`. A child whose key stays is kept: it keeps focus, and moves smoothly. */
 export function keyed(parent, items, keyOf, make, update = () => {}) {
   const old = new Map([...parent.children].map((node) => [node.key, node]));
   let place = parent.firstElementChild;

@@ -56,8 +56,11 @@ export function openHome(root, signal) {
   });
   attempt(async () => {
     const { streams } = await getJson("streams", { signal });
-    keyed(root.querySelector("#streams"), streams, (stream) => stream.name, (stream) =>
-      el("li", {}, el("a", { href: `#/${encodeURIComponent(stream.name)}` }, stream.name), el("small", {}, describe(stream))));
+    const row = (stream) => {
+      const link = el("a", { href: `#/${encodeURIComponent(stream.name)}` }, stream.name);
+      return el("li", {}, link, el("small", {}, describe(stream)));
+    };
+    keyed(root.querySelector("#streams"), streams, (stream) => stream.name, row);
     root.querySelector("#no-streams").hidden = streams.length > 0;
   });
 }

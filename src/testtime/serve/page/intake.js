@@ -11,7 +11,10 @@ const TRIES = 5;
 const wait = (milliseconds) => new Promise((done) => setTimeout(done, milliseconds));
 
 /** A key by which the server knows an image that is sent again, so that it is learned from once. */
-const newKey = () => [...crypto.getRandomValues(new Uint8Array(16))].map((byte) => byte.toString(16).padStart(2, "0")).join("");
+function newKey() {
+  const bytes = crypto.getRandomValues(new Uint8Array(16));
+  return Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("");
+}
 
 async function sendImage(name, file, learn, signal) {
   const key = newKey();
@@ -23,7 +26,8 @@ async function sendImage(name, file, learn, signal) {
       const { answers } = await send("POST", path, { body, signal, headers: { "Idempotency-Key": key } });
       return answers[0];
     } catch (problem) {
-      const later = problem.status === 429 || problem.status === 503 || problem instanceof TypeError; // TypeError: no connection
+      const unreached = problem instanceof TypeError; // what fetch throws without a connection
+      const later = unreached || problem.status === 429 || problem.status === 503;
       if (!later || tried === TRIES) throw problem;
       await wait(1000 * (problem.retryAfter ?? tried));
     }

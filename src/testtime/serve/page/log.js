@@ -2,14 +2,14 @@
 
 import { at, getJson } from "./api.js";
 import { changed, fate } from "./answers.js";
-import { clock, el, keyed, many, percent } from "./dom.js";
+import { button, clock, el, keyed, many, percent } from "./dom.js";
 import { attempt } from "./notices.js";
 
 const PAGE = 50; // entries shown at first
 const FETCHED = 500; // entries asked for at once; the charts are drawn from them
-const STEPPED_IN = /^(frozen \(|blended|unknown)|alarm: /; // the guard's words where it did more than let an answer pass
+const STEPPED_IN = /^(frozen \(|blended|unknown)|alarm: /; // the guard's words where it changed something
 
-const guarded = (row) => row.kind === "image" && (row.reason?.startsWith("guard") || STEPPED_IN.test(row.guard ?? ""));
+const guarded = (row) => row.kind === "image" && (row.reason.startsWith("guard") || STEPPED_IN.test(row.guard ?? ""));
 const FILTERS = {
   all: () => true,
   changed: (row) => row.kind === "image" && changed(row),
@@ -17,20 +17,20 @@ const FILTERS = {
   other: (row) => row.kind !== "image",
 };
 
+const phrases = (...parts) => parts.filter(Boolean).join("; ");
+
+// of events that are no images: what happened, and to what
 const WORDS = {
-  label: "Right answer given",
-  classes: "Classes changed",
-  rollback: "Rolled back",
-  reset: "Everything forgotten",
-  unlearn: "Image unlearned",
-  import: "State imported",
+  label: ["Right answer given", ({ image, label }) => `#${image} is ${label}`],
+  classes: ["Classes changed", ({ added, removed }) =>
+    phrases(added.length && `added ${added.join(", ")}`, removed.length && `removed ${removed.join(", ")}`)],
+  rollback: ["Rolled back", ({ to }) => `to event #${to}`],
+  reset: ["Everything forgotten", () => ""],
+  unlearn: ["Image unlearned", ({ image }) => `#${image}`],
+  import: ["State imported", () => ""],
 };
 
-const told = (detail) => Object.entries(detail ?? {})
-  .filter(([, value]) => value !== null && String(value) !== "")
-  .map(([key, value]) => `${key} ${[value].flat().join(", ")}`).join("; ");
-
-export function makeLog(root, stream, pictures, actions) {
+export function makeLog(root, stream, pictures, { signal, choose, unlearn }) {
   const list = root.querySelector("#log");
   const older = root.querySelector("#older");
   const newer = root.querySelector("#newer");
@@ -40,31 +40,31 @@ export function makeLog(root, stream, pictures, actions) {
   let more = true; // whether the server has older ones
   let newest = Infinity; // nothing later is shown: rows must not move under a hand that is about to press "Unlearn"
 
+  const time = (row) => el("time", { className: "soft", dateTime: row.time }, clock(row.time));
+
   function image(row) {
-    return [
-      el("button", { type: "button", className: "plain", "aria-label": `Show image #${row.id}`, onclick: () => actions.choose(row.id) }, pictures.of(row.id)),
-      el("p", {}, el("b", {}, row.label), el("small"), el("small", { className: "name" })),
-      el("p", { className: "fate soft" }),
-      el("time", { className: "soft", dateTime: row.time }, clock(row.time)),
-      el("button", { type: "button", "aria-label": `Unlearn image #${row.id}`, onclick: () => attempt(() => actions.unlearn(row.id)) }, "Unlearn"),
-    ];
+    const named = (words) => ({ "aria-label": `${words} image #${row.id}` });
+    const see = button(pictures.of(row.id), () => choose(row.id), { className: "plain", ...named("Show") });
+    const forget = button("Unlearn", () => attempt(() => unlearn(row.id)), named("Unlearn"));
+    const words = el("p", {}, el("b", {}, row.label), el("small"), el("small", { className: "name" }, row.image));
+    return el("li", { className: "image" }, see, words, el("p", { className: "fate soft" }), time(row), forget);
   }
 
   function entry(row) {
-    if (row.kind === "image") return el("li", { className: "image" }, ...image(row));
-    return el("li", {}, el("span", { className: "thumb" }, `#${row.id}`), el("p", {}, el("b", {}, WORDS[row.kind] ?? row.kind)),
-      el("p", { className: "fate soft" }, told(row.detail)), el("time", { className: "soft", dateTime: row.time }, clock(row.time)));
+    if (row.kind === "image") return image(row);
+    const [what, which] = WORDS[row.kind];
+    return el("li", {}, el("span", { className: "thumb" }, `#${row.id}`), el("p", {}, el("b", {}, what)),
+      el("p", { className: "fate soft" }, which(row.detail ?? {})), time(row));
   }
 
   function refresh(node, row) {
-    node.classList.toggle("gone", row.live === false);
+    node.classList.toggle("gone", !row.live);
     if (row.kind !== "image") return;
-    const [beside, name] = node.querySelectorAll("small");
-    beside.textContent = changed(row) ? `${percent(row.confidence)}, zero-shot ${row.zero_shot}` : percent(row.confidence);
-    name.textContent = row.image;
+    const zeroShot = changed(row) ? `, zero-shot ${row.zero_shot}` : "";
+    node.querySelector("small").textContent = percent(row.confidence) + zeroShot;
     node.classList.toggle("changed", changed(row));
-    node.querySelector(".fate").textContent = [fate(row), guarded(row) && !row.reason && row.guard].filter(Boolean).join("; ");
-    node.lastElementChild.hidden = row.live === false;
+    node.querySelector(".fate").textContent = phrases(fate(row), guarded(row) && !row.reason && row.guard);
+    node.lastElementChild.hidden = !row.live;
   }
 
   function update() {
@@ -77,16 +77,23 @@ export function makeLog(root, stream, pictures, actions) {
     older.hidden = found.length <= length && !more;
   }
 
-  /** Fetches a page of older entries; from the newest on if there are none yet. */
-  async function fetchOlder(signal) {
-    const before = stream.rows.size ? `&before=${Math.min(...stream.rows.keys())}` : "";
+  async function fetchRows(before) {
     const { images } = await getJson(at(stream.name, `images?limit=${FETCHED}${before}`), { signal });
-    for (const row of images) stream.rows.set(row.id, row);
     more = images.length === FETCHED;
+    return images;
   }
 
-  for (const tab of tabs) {
-    tab.addEventListener("click", () => show(tab.dataset.filter));
+  /** Reads the newest entries again; older ones may have changed too, so they are read when asked for. */
+  async function fetchNewest() {
+    const rows = await fetchRows("");
+    const last = rows[0]?.id ?? 0;
+    const since = [...stream.rows.values()].filter((row) => row.id > last); // came while these were read
+    const merged = [...rows.map((row) => ({ ...stream.rows.get(row.id), ...row })), ...since];
+    stream.rows = new Map(merged.map((row) => [row.id, row]));
+  }
+
+  async function fetchOlder() {
+    for (const row of await fetchRows(`&before=${Math.min(...stream.rows.keys())}`)) stream.rows.set(row.id, row);
   }
 
   function show(name) {
@@ -109,8 +116,9 @@ export function makeLog(root, stream, pictures, actions) {
   newer.addEventListener("click", () => show(filter));
   older.addEventListener("click", () => attempt(async () => {
     length += PAGE;
-    if (more && stream.sorted().filter(FILTERS[filter]).length < length) await fetchOlder(actions.signal);
+    if (more && stream.sorted().filter(FILTERS[filter]).length < length) await fetchOlder();
     update();
   }));
-  return { update, fetchOlder, show };
+  for (const tab of tabs) tab.addEventListener("click", () => show(tab.dataset.filter));
+  return { update, fetchNewest, show };
 }

@@ -31,7 +31,8 @@ function placed(classes, width) {
     const wide = name.length * LETTER;
     const left = x + 10 + wide > width ? x - 10 - wide : x + 10;
     const box = [left, y - LINE / 2, left + wide, y + LINE / 2];
-    const free = taken.every((other) => box[2] < other[0] || box[0] > other[2] || box[3] < other[1] || box[1] > other[3]);
+    const apart = (other) => box[2] < other[0] || box[0] > other[2] || box[3] < other[1] || box[1] > other[3];
+    const free = taken.every(apart);
     if (free) taken.push(box);
     return { label, name, x: left, y: y + 4, free };
   }).filter((entry) => entry.free);
@@ -43,14 +44,15 @@ export function makeMap(root, stream, signal) {
   const figure = root.querySelector("#map");
   const [links, images, rings, discs, names] = Array.from({ length: 5 }, () => svg("g"));
   const canvas = svg("svg", { role: "img" }, images, links, rings, discs, names);
-  const legend = el("ul", { className: "legend" }, ...LEGEND.map(([mark, words]) => el("li", {}, el("i", { className: mark }), words)));
-  figure.append(canvas, legend);
+  const signs = LEGEND.map(([sign, words]) => el("li", {}, el("i", { className: sign }), words));
+  figure.append(canvas, el("ul", { className: "legend" }, ...signs));
   let data = null;
 
-  function mark(group, items, keyOf, kind, radius, words) {
-    keyed(group, items, keyOf, () => svg("circle", { r: radius }, svg("title")), (node, item) => {
-      node.setAttribute("class", kind(item));
-      node.firstChild.textContent = words(item);
+  /** Shows items {key, kind, words, x, y} as circles. */
+  function mark(group, items, radius) {
+    keyed(group, items, (item) => item.key, () => svg("circle", { r: radius }, svg("title")), (node, item) => {
+      node.setAttribute("class", item.kind);
+      node.firstChild.textContent = item.words;
       move(node, item.x, item.y);
     });
   }
@@ -66,22 +68,25 @@ export function makeMap(root, stream, signal) {
     ];
     if (!points.length) return;
     const [across, down] = scales(points, width, height);
-    const spot = (label, [x, y]) => ({ label, x: across(x), y: down(y) });
-    const texts = data.classes.map((entry) => spot(entry.label, entry.text));
+    const spot = ([x, y]) => ({ x: across(x), y: down(y) });
     const seen = data.classes.filter((entry) => entry.visual);
-    const visuals = seen.map((entry) => spot(entry.label, entry.visual));
-    const shots = data.images.map((image) => ({ ...image, x: across(image.x), y: down(image.y) }));
-    mark(images, shots, (image) => image.id, (image) => (image.learned ? "speck learned" : "speck"), 3, (image) => `#${image.id}: ${image.label}`);
-    mark(rings, texts, (entry) => entry.label, () => "ring", 4.5, (entry) => `${entry.label}: sentence`);
-    mark(discs, visuals, (entry) => entry.label, () => "disc", 5, (entry) => `${entry.label}: visual prototype`);
+    mark(images, data.images.map(({ id, label, learned, x, y }) =>
+      ({ key: id, kind: learned ? "speck learned" : "speck", words: `#${id}: ${label}`, ...spot([x, y]) })), 3);
+    mark(rings, data.classes.map(({ label, text }) =>
+      ({ key: label, kind: "ring", words: `${label}: sentence`, ...spot(text) })), 4.5);
+    mark(discs, seen.map(({ label, visual }) =>
+      ({ key: label, kind: "disc", words: `${label}: visual prototype`, ...spot(visual) })), 5);
     keyed(links, seen, (entry) => entry.label, () => svg("line", { x2: 1 }), (node, entry) => {
-      const [from, to] = [spot("", entry.text), spot("", entry.visual)];
+      const [from, to] = [spot(entry.text), spot(entry.visual)];
       const [dx, dy] = [to.x - from.x, to.y - from.y];
-      node.style.transform = `translate(${from.x}px, ${from.y}px) rotate(${Math.atan2(dy, dx)}rad) scale(${Math.hypot(dx, dy)}, 1)`;
+      const turned = `rotate(${Math.atan2(dy, dx)}rad) scale(${Math.hypot(dx, dy)}, 1)`;
+      node.style.transform = `translate(${from.x}px, ${from.y}px) ${turned}`;
     });
-    const anchors = data.classes.map((entry) => spot(entry.label, entry.visual ?? entry.text));
-    keyed(names, placed(anchors, width), (entry) => entry.label, (entry) => svg("text", {}, entry.name), (node, entry) => move(node, entry.x, entry.y));
-    canvas.setAttribute("aria-label", `Map of ${data.classes.length} classes, ${seen.length} with a visual prototype, and ${shots.length} images`);
+    const anchors = data.classes.map(({ label, text, visual }) => ({ label, ...spot(visual ?? text) }));
+    const written = (entry) => svg("text", {}, entry.name);
+    keyed(names, placed(anchors, width), (entry) => entry.label, written, (node, { x, y }) => move(node, x, y));
+    canvas.setAttribute("aria-label", `Map of ${data.classes.length} classes and ${data.images.length} images; `
+      + `${seen.length} classes have a visual prototype`);
   }
 
   new ResizeObserver(render).observe(figure);

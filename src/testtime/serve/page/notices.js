@@ -61,7 +61,8 @@ export async function confirmed(title, text, button) {
 export async function askForToken(refused) {
   const dialog = document.getElementById("token-dialog");
   const field = dialog.querySelector("input");
-  dialog.querySelector("p span").textContent = refused ? "The server refused this token." : "This server wants a token.";
+  const words = refused ? "The server refused this token." : "This server wants a token.";
+  dialog.querySelector("p span").textContent = words;
   field.value = "";
   document.getElementById("token").hidden = false;
   return (await opened(dialog)) === "save" && field.value.trim() ? field.value.trim() : null;

@@ -33,7 +33,8 @@ export function makePictures(stream, signal) {
   }
 
   async function show(node, id) {
-    if (!known.has(id)) keep(id, getBlob(at(stream.name, "images", id, "thumbnail"), { signal }).then(URL.createObjectURL));
+    const path = at(stream.name, "images", id, "thumbnail");
+    if (!known.has(id)) keep(id, getBlob(path, { signal }).then(URL.createObjectURL));
     try {
       node.replaceChildren(el("img", { src: await known.get(id), alt: "" }));
     } catch {

@@ -1,7 +1,8 @@
 // The guided tour: a stream of stored features of real photographs, explained in six steps with its live numbers.
 
 import { at, send } from "./api.js";
-import { count, el, many, percent } from "./dom.js";
+import { button, count, el, many, percent } from "./dom.js";
+import { rollBack } from "./manage.js";
 import { attempt } from "./notices.js";
 
 const BACK_TO = 100; // images that are left after the tour goes back
@@ -24,40 +25,41 @@ function reasons(refused) {
 }
 
 const STEPS = [
-  ["A frozen classifier", "answer-part", ({ info, accuracy: seen }, share) =>
-    `Photographs arrive. A zero-shot classifier compares each with one sentence for each of ${info.classes.length} classes, and never `
-    + `changes. ${seen.length ? `Of ${many(seen.at(-1).x, "photograph")} it got ${share(1)} right.` : ""}`],
+  ["A frozen classifier", "answer-part", ({ info, accuracy: seen }, right) =>
+    `Photographs arrive. A zero-shot classifier compares each with one sentence for each of ${info.classes.length} `
+    + `classes, and never changes.${seen.length ? ` Of ${count(seen.at(-1).x)} it got ${right(1)} right.` : ""}`],
   ["Queues fill", "queues-part", ({ info, filled }) =>
     "The surest images of each class enter its queue, by the classifier's own answers: nobody gives a label. "
     + `${filled} of ${info.classes.length} classes have images by now.`],
   ["Prototypes move", "map-part", () =>
-    "The mean of a queue is a visual prototype: what the class looks like here. Watch the discs move away from their rings, the "
-    + "sentences, as better examples replace earlier ones."],
-  ["Answers change", "course-part", ({ info }, share) =>
-    `Both kinds of prototypes answer together. ${many(info.changed, "answer")} of ${count(info.images)} now ${info.changed === 1 ? "differs" : "differ"} from zero-shot: `
-    + `${share(0)} are right, against ${share(1)}.`],
+    "The mean of a queue is a visual prototype: what the class looks like here. Watch the discs move away from their "
+    + "rings, the sentences, as surer images replace earlier ones."],
+  ["Answers change", "course-part", ({ info }, right) =>
+    `Sentences and prototypes answer together. ${count(info.changed)} of ${many(info.images, "answer")} differ from `
+    + `zero-shot; ${right(0)} of all are right, against ${right(1)}.`],
   ["The guard refuses", "log-part", ({ info }) =>
-    `Learning from everything would be risky. The guard lets an image answer but not teach if it repeats, looks foreign, or its class `
-    + `floods the stream. Refused: ${reasons(info.refused)}.`],
+    "Learning from everything would be risky. An image that repeats, looks foreign, or whose class floods the stream "
+    + `gets its answer, but teaches nothing. So far: ${reasons(info.refused)}.`],
   ["And back again", "snapshots-part", ({ info }) =>
-    `Every image is an event in a log, so that nothing is learned for good. Try it: ${many(info.images, "image")} are learned now, and one click `
-    + "restores the classifier bit by bit to an earlier one."],
+    `Every image is an event in a log, so that any moment can be restored, bit for bit. ${many(info.images, "image")} `
+    + `count now: go back to the first ${BACK_TO}, and watch the numbers.`],
 ];
 
 /** The tour's panel, if this stream is the tour's. */
-export function joinTour(root, signal, stream, { log, rollBack }) {
-  if (stream.name !== touring) return null;
+export function joinTour(root, signal, stream, log) {
+  if (stream.name !== touring) return { update() {} };
   let step = 0;
+  let mark = null; // the first image that is forgotten by going back
   const place = el("span", { className: "soft" });
   const heading = el("h2", { tabIndex: -1, id: "tour-title" });
   const text = el("p");
-  const button = (words, onclick, className = "") => el("button", { type: "button", className, onclick }, words);
-  const undo = button("Roll back now", () => attempt(() => rollBack(stream.name, { before: stream.images()[BACK_TO]?.id ?? stream.images().at(-1).id }, false)));
+  const undo = button("Roll back now", () => attempt(goBack));
   const back = button("Back", () => go(step - 1));
-  const next = button("Next", () => (step + 1 < STEPS.length ? go(step + 1) : finish()), "main");
-  const close = el("button", { type: "button", className: "quiet", "aria-label": "Close the tour", onclick: leave }, "×");
+  const next = button("Next", () => (step + 1 < STEPS.length ? go(step + 1) : finish()), { className: "main" });
+  const close = button("×", leave, { className: "quiet", "aria-label": "Close the tour" });
   const panel = el("aside", { id: "tour", "aria-labelledby": "tour-title" },
-    el("div", { className: "tour-head" }, place, close), heading, text, el("p", { className: "actions" }, back, undo, next));
+    el("div", { className: "tour-head" }, place, close), heading, text,
+    el("p", { className: "actions" }, back, undo, next));
 
   function leave() {
     touring = null;
@@ -66,10 +68,15 @@ export function joinTour(root, signal, stream, { log, rollBack }) {
     for (const marked of root.querySelectorAll(".spot")) marked.classList.remove("spot");
   }
 
+  async function goBack() {
+    await rollBack(stream, { before: mark }, false);
+    mark = null;
+  }
+
   async function finish() {
     leave();
-    location.hash = "#/";
     await attempt(() => send("DELETE", at(stream.name)));
+    location.hash = "#/";
   }
 
   function go(number) {
@@ -78,7 +85,8 @@ export function joinTour(root, signal, stream, { log, rollBack }) {
     const section = root.querySelector(`#${STEPS[step][1]}`);
     section.classList.add("spot");
     if (STEPS[step][1] === "log-part") log.show("guard");
-    section.scrollIntoView({ block: "start", behavior: matchMedia("(prefers-reduced-motion: reduce)").matches ? "auto" : "smooth" });
+    const still = matchMedia("(prefers-reduced-motion: reduce)").matches;
+    section.scrollIntoView({ block: "start", behavior: still ? "auto" : "smooth" });
     place.textContent = `${step + 1} of ${STEPS.length}`;
     heading.textContent = STEPS[step][0];
     back.hidden = step === 0;
@@ -89,7 +97,10 @@ export function joinTour(root, signal, stream, { log, rollBack }) {
   }
 
   function update() {
-    if (stream.info) text.textContent = STEPS[step][2](stream, (line) => accuracy(stream, line));
+    if (!stream.info) return;
+    text.textContent = STEPS[step][2](stream, (line) => accuracy(stream, line));
+    mark ??= stream.images()[BACK_TO]?.id ?? null;
+    undo.disabled = mark === null;
   }
 
   root.append(panel);
