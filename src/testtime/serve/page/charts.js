@@ -13,7 +13,7 @@ function roundUp(value) {
 
 /**
  * A chart in a figure. `lines` are {name, tone}; `format` writes a value, `tick` one on the axis; `least` is the
- * smallest span of the axis; `zoom` lets it start above zero. `draw` gets points {x, values: one for each line} and marks at x.
+ * smallest span of the axis; `zoom` lets it start above zero. `draw` gets points {x, values} and marks at x.
  */
 export function makeChart(figure, { title, note, lines, format, tick = format, least, zoom = false }) {
   const named = lines.length > 1;

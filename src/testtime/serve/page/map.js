@@ -8,7 +8,7 @@ const LETTER = 7; // pixels of a letter of a name, on average
 const LINE = 14;
 
 const LEGEND = [
-  ["ring", "a class's sentence"],
+  ["ring", "a class's text prototype"],
   ["disc", "its visual prototype"],
   ["speck learned", "image, learned from"],
   ["speck", "image, not learned from"],
@@ -42,8 +42,9 @@ const move = (node, x, y) => { node.style.transform = `translate(${x}px, ${y}px)
 
 export function makeMap(root, stream, signal) {
   const figure = root.querySelector("#map");
-  const [links, images, rings, discs, names] = Array.from({ length: 5 }, () => svg("g"));
-  const canvas = svg("svg", { role: "img" }, images, links, rings, discs, names);
+  const layers = Array.from({ length: 6 }, () => svg("g"));
+  const [images, trails, links, rings, discs, names] = layers;
+  const canvas = svg("svg", { role: "img" }, ...layers);
   const signs = LEGEND.map(([sign, words]) => el("li", {}, el("i", { className: sign }), words));
   figure.append(canvas, el("ul", { className: "legend" }, ...signs));
   let data = null;
@@ -57,13 +58,22 @@ export function makeMap(root, stream, signal) {
     });
   }
 
+  /** Shows items {key, from, to} as lines. */
+  function connect(group, items, kind) {
+    keyed(group, items, (item) => item.key, () => svg("line", { x2: 1, class: kind }), (node, { from, to }) => {
+      const [dx, dy] = [to.x - from.x, to.y - from.y];
+      const turned = `rotate(${Math.atan2(dy, dx)}rad) scale(${Math.hypot(dx, dy)}, 1)`;
+      node.style.transform = `translate(${from.x}px, ${from.y}px) ${turned}`;
+    });
+  }
+
   function render() {
     const width = figure.clientWidth;
     if (!width || !data) return;
     const height = Math.round(Math.min(width * 0.8, 460));
     canvas.setAttribute("viewBox", `0 0 ${width} ${height}`);
     const points = [
-      ...data.classes.flatMap((entry) => [entry.text, entry.visual].filter(Boolean)),
+      ...data.classes.flatMap((entry) => [entry.prompt, entry.text, entry.visual].filter(Boolean)),
       ...data.images.map((image) => [image.x, image.y]),
     ];
     if (!points.length) return;
@@ -73,15 +83,12 @@ export function makeMap(root, stream, signal) {
     mark(images, data.images.map(({ id, label, learned, x, y }) =>
       ({ key: id, kind: learned ? "speck learned" : "speck", words: `#${id}: ${label}`, ...spot([x, y]) })), 3);
     mark(rings, data.classes.map(({ label, text }) =>
-      ({ key: label, kind: "ring", words: `${label}: sentence`, ...spot(text) })), 4.5);
+      ({ key: label, kind: "ring", words: `${label}: text prototype`, ...spot(text) })), 4.5);
     mark(discs, seen.map(({ label, visual }) =>
       ({ key: label, kind: "disc", words: `${label}: visual prototype`, ...spot(visual) })), 5);
-    keyed(links, seen, (entry) => entry.label, () => svg("line", { x2: 1 }), (node, entry) => {
-      const [from, to] = [spot(entry.text), spot(entry.visual)];
-      const [dx, dy] = [to.x - from.x, to.y - from.y];
-      const turned = `rotate(${Math.atan2(dy, dx)}rad) scale(${Math.hypot(dx, dy)}, 1)`;
-      node.style.transform = `translate(${from.x}px, ${from.y}px) ${turned}`;
-    });
+    const line = (label, from, to) => ({ key: label, from: spot(from), to: spot(to) });
+    connect(trails, data.classes.map(({ label, prompt, text }) => line(label, prompt, text)), "trail");
+    connect(links, seen.map(({ label, text, visual }) => line(label, text, visual)), "link");
     const anchors = data.classes.map(({ label, text, visual }) => ({ label, ...spot(visual ?? text) }));
     const written = (entry) => svg("text", {}, entry.name);
     keyed(names, placed(anchors, width), (entry) => entry.label, written, (node, { x, y }) => move(node, x, y));

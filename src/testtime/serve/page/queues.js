@@ -21,10 +21,9 @@ export function makeQueues(root, stream, pictures, signal) {
     list.classList.toggle("pictures", stream.info.thumbnails);
     const row = (entry) => el("div", {}, el("dt", {}, entry.label), el("dd"));
     keyed(list, filled, (entry) => entry.label, row, (node, entry) => slots(node.lastElementChild, entry.slots));
-    const empty = classes.length - filled.length;
-    note.hidden = !empty && classes.length > 0;
-    const missing = `${many(empty, "class", "classes")} without images yet.`;
-    note.textContent = classes.length ? missing : `${stream.info.method} keeps no queues.`;
+    const missing = `${many(classes.length - filled.length, "class", "classes")} without images yet.`;
+    note.hidden = filled.length === classes.length;
+    note.textContent = filled.length ? missing : "Nothing yet. Methods without a memory of images keep no queues.";
     stream.filled = filled.length;
   };
 }

@@ -32,8 +32,8 @@ const STEPS = [
     "The surest images of each class enter its queue, by the classifier's own answers: nobody gives a label. "
     + `${filled} of ${info.classes.length} classes have images by now.`],
   ["Prototypes move", "map-part", () =>
-    "The mean of a queue is a visual prototype: what the class looks like here. Watch the discs move away from their "
-    + "rings, the sentences, as surer images replace earlier ones."],
+    "The mean of a queue is a visual prototype: what the class looks like here. Watch the discs move as surer images "
+    + "replace earlier ones, and pull the rings, the text prototypes, after them."],
   ["Answers change", "course-part", ({ info }, right) =>
     `Sentences and prototypes answer together. ${count(info.changed)} of ${many(info.images, "answer")} differ from `
     + `zero-shot; ${right(0)} of all are right, against ${right(1)}.`],
