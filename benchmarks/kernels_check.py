@@ -45,7 +45,6 @@ ALTERNATIVES = (
     "rows.CELLS=1024 rows.num_warps=2",
     "similarity.COLUMNS=128 similarity.num_warps=8",
     "similarity.DEPTH=32 similarity.num_stages=4",
-    "similarity.SPLIT=2",
     "logit_gradient.ROWS=1",
     "logit_gradient.ROWS=4",
     "pull.SPLIT=1",
@@ -71,12 +70,13 @@ def tiles(changes: str) -> Iterator[None]:
     for change in changes.split():
         name, value = change.split("=")
         kernel, option = name.split(".")
-        dpe.TILES[kernel][option] = dpe.SMALL[kernel][option] = int(value)
+        dpe.TILES[kernel][option] = dpe.SMALL.setdefault(kernel, {})[option] = int(value)
         dpe.ENOUGH_PROGRAMS = 10**9
     try:
         yield
     finally:
         dpe.TILES.update(before[0])
+        dpe.SMALL.clear()
         dpe.SMALL.update(before[1])
         dpe.ENOUGH_PROGRAMS = enough
 

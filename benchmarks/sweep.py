@@ -29,9 +29,9 @@ import torch
 from torch import Tensor
 
 import testtime as tt
-from testtime.cli.demo import demo_stream
 from testtime.encoding.store import save_features
 from testtime.methods.dpe import DPE
+from testtime.session.packaged import demo_stream
 from testtime.types import Task
 
 SHARD = 256  # images per chunk, as from a feature store

@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 
 import testtime as tt
 from testtime.calibration import MEMORY, TEMPERATURES, Calibration
-from testtime.cli.demo import demo_stream, largest
 from testtime.metrics import ExpectedCalibrationError
 from testtime.report.gather import Runner
+from testtime.session.packaged import demo_stream, largest
 from testtime.session.session import Session
 from testtime.types import log_of
 

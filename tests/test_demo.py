@@ -11,8 +11,9 @@ from PIL import Image
 
 from testtime.cli import demo
 from testtime.cli.app import main
-from testtime.cli.demo import IMAGES, demo_stream, largest, photographs
+from testtime.cli.demo import IMAGES, photographs
 from testtime.encoding.store import Features
+from testtime.session.packaged import demo_stream, largest
 from testtime.types import InputError
 
 

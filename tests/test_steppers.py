@@ -28,7 +28,7 @@ from testtime.session import session as engine
 from testtime.steppers import ALIGNMENT, aligned, aligned_task, fast_of, open_stepper, rows_aligned
 from testtime.steppers.fast import FAST, SHARES, Fast, supported
 from testtime.steppers.gpu import graph
-from testtime.steppers.plain import Composite, Plain
+from testtime.steppers.plain import Plain
 
 METHODS: dict[str, Any] = {
     "dmn": DMN(memory_size=2),
@@ -159,25 +159,10 @@ def test_the_fastest_stepper_is_chosen_unless_the_reference_is_requested(name: s
     assert isinstance(open_stepper(task, [method], reference=True), Plain)
 
 
-@pytest.mark.parametrize("reference", [False, True], ids=["chosen", "reference"])
-def test_a_composite_gives_what_its_steppers_give_alone(reference: bool) -> None:
-    task, stream, _ = tt.toy(images=20)
-    methods = [DPE(queue=2), METHODS["mta"], DPE(), TDA()]
-    composite = open_stepper(task, methods, reference=reference)
-    alone = [open_stepper(task, [method], reference=reference) for method in methods]
-    assert isinstance(composite, Composite)
-    for image in stream[:5]:
-        assert torch.equal(composite.peek(image), torch.cat([stepper.peek(image) for stepper in alone]))
-        logits, learned = composite.step(image)
-        each = [stepper.step(image) for stepper in alone]
-        assert torch.equal(logits, torch.cat([rows for rows, _ in each]))
-        assert learned.tolist() == [bool(one) for _, one in each]
-    halfway = composite.snapshot()
-    assert same(halfway, [stepper.snapshot()[0] for stepper in alone])
-    rest = composite.scan(stream[5:])
-    assert torch.equal(rest, torch.cat([stepper.scan(stream[5:]) for stepper in alone]))
-    composite.restore(halfway)
-    assert torch.equal(composite.scan(stream[5:]), rest)
+@pytest.mark.parametrize("methods", [[DPE(), TDA()], [DPE(), DPE(queue=2)], [METHODS["mta"]] * 2], ids=str)
+def test_runs_that_cannot_share_a_stepper_are_refused(methods: list[Any]) -> None:
+    with pytest.raises(tt.InputError, match=r"2 runs that cannot share a stepper; open one for each\."):
+        open_stepper(tt.toy()[0], methods)
 
 
 # Peeks, snapshots and threads
@@ -400,29 +385,15 @@ def test_matrices_of_compiled_loops_are_aligned_to_cache_lines(settings: dict[st
     assert evolutions == {0, 1}  # text prototypes swap buffers with the evolved ones
 
 
-def test_compiled_loops_get_every_image_aligned_to_a_cache_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    dpe_loops = pytest.importorskip("testtime.steppers.cpu.dpe_loops")
-    scan, images = dpe_loops.scan, []
-
-    def spy(stream: Any, *rest: Any) -> None:
-        images.append(len(stream))
-        assert stream.flags.c_contiguous
-        for image in stream:
-            assert image.ctypes.data % ALIGNMENT == 0
-        scan(stream, *rest)
-
-    monkeypatch.setattr(dpe_loops, "scan", spy)
-    for dim, views, layout, lengths in (
-        (32, 2, aligned, [9]),  # images of 256 bytes each
-        (32, 2, off_alignment, [1] * 9),
-        (30, 1, aligned, [1] * 9),
-        (30, 12, aligned, [1] * 9),
-    ):
-        task, stream, _ = tt.toy(dim=dim, images=9, views=views)
-        images.clear()
-        logits = open_stepper(task, [DPE()]).scan(layout(stream))
-        assert images == lengths
-        assert torch.equal(logits, torch.cat([open_stepper(task, [DPE()]).scan(aligned(stream))]))
+@pytest.mark.parametrize(("dim", "views"), [(32, 2), (30, 1), (30, 12)])
+def test_compiled_loops_give_the_same_wherever_images_lie(dim: int, views: int) -> None:
+    pytest.importorskip("testtime.steppers.cpu.dpe_loops")
+    task, stream, _ = tt.toy(dim=dim, images=9, views=views)
+    expected = open_stepper(task, [DPE()]).scan(aligned(stream))
+    for images in (off_alignment(stream), stream.mT.contiguous().mT):
+        assert torch.equal(open_stepper(task, [DPE()]).scan(images), expected)
+        one_by_one = open_stepper(task, [DPE()])
+        assert torch.equal(torch.stack([one_by_one.step(views)[0] for views in images], 1), expected)
 
 
 def test_compiled_loops_round_in_the_order_written() -> None:

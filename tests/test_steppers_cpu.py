@@ -18,7 +18,7 @@ from testtime.methods.dmn import DMN
 from testtime.methods.tda import TDA
 from testtime.methods.tps import TPS
 from testtime.steppers import aligned_task, fast_of, group_key, open_stepper
-from testtime.steppers.plain import Composite, Plain
+from testtime.steppers.plain import Plain
 from testtime.steppers.sweep import sweep
 
 CASES = {
@@ -128,7 +128,6 @@ def test_settings_side_by_side_give_what_each_gives_alone(methods: list[Any]) ->
 def test_different_methods_never_run_side_by_side() -> None:
     task, _ = toy()
     assert len({group_key(task, method) for method in (TDA(), TPS(), DMN(), TDA(selection=0.2))}) == 4
-    assert isinstance(open_stepper(task, [TDA(), DMN()]), Composite)
 
 
 def test_several_steps_of_tps_use_the_plain_stepper() -> None:

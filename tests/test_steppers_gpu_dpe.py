@@ -21,7 +21,7 @@ import testtime as tt
 from testtime import steppers
 from testtime.machine import capture
 from testtime.methods.dpe import DPE
-from testtime.steppers.fast import FAST, supported
+from testtime.steppers.fast import FAST, Numbers, supported
 from testtime.steppers.gpu import dpe, graph
 
 pytest.importorskip("triton")
@@ -85,9 +85,10 @@ def late(classes, views, images=23, start=20, **settings):
 
 def step(method, task, state, image):
     logits, kernels = torch.empty(1, task.classes), dpe.Kernels([method], task, len(image))
-    kernels.restore([state])
+    graph.overwrite(kernels.states, (state,))
+    kernels.refresh()
     kernels.step(image, logits)
-    return logits[0], kernels.snapshot()[0], kernels
+    return logits[0], kernels.states[0], kernels
 
 def steps_apart(classes, views, start, settings):
     task, method, state, stream = late(classes, views, images=start + 2, start=start, **settings)
@@ -143,16 +144,15 @@ found["peeks"] = [apart, changed]
 task, method, state, stream = late(10, 3, entropy_threshold=0.0)
 state = state._replace(queue=Bank(state.queue.keys, torch.zeros_like(state.queue.cost)))
 logits, state, steps = step(method, task, state, stream[0])
-steps.similarity.fill_(7)
+steps.similarities.fill_(7)
 steps.logit_gradients.fill_(7)
 steps.step(stream[0], kept := torch.empty(1, task.classes))
-found["cached"] = [difference(kept[0], logits), float((steps.similarity - 7).abs().max())]
-steps.state.cost.fill_(9)
+found["cached"] = [difference(kept[0], logits), float((steps.similarities - 7).abs().max())]
+steps.cost.fill_(9)
 steps.step(stream[1], kept)
-found["recomputed"] = float((steps.similarity - 7).abs().min())
+found["recomputed"] = float((steps.similarities - 7).abs().min())
 
 # settings side by side, each from its own state
-dpe.TILES["similarity"]["SPLIT"] = 2
 task, stream, _ = tt.toy(classes=7, dim=24, images=40, views=3)
 methods = [DPE(**settings) for settings in SIDE_BY_SIDE]
 states = []
@@ -174,11 +174,12 @@ found["side by side"] = []
 for run, (method, state) in enumerate(zip(methods, states)):
     logits, same = torch.empty(1, 7), True
     alone = dpe.Kernels([method], task, 3)
-    alone.restore([state])
+    graph.overwrite(alone.states, (state,))
+    alone.refresh()
     for image, rows in zip(stream, together):
         alone.step(image, logits)
         same = same and torch.equal(rows[run], logits[0])
-    ends = leaves(alone.snapshot()[0]), leaves(stepper.snapshot()[run])
+    ends = leaves(alone.states[0]), leaves(stepper.snapshot()[run])
     found["side by side"].append(same and all(map(torch.equal, *ends)))
 
 # ties: the first class of equal logits; inserted after equal costs, and only if better than the worst
@@ -279,6 +280,8 @@ class Launches:
         kernel = getattr(dpe_kernels, name, None) or getattr(dpe_alignment, name)
 
         class Kernel:
+            fn = staticmethod(kernel.fn)
+
             def __getitem__(_, grid: tuple[int, ...]) -> Any:
                 def launch(*arguments: Any, **named: Any) -> None:
                     options = {option: named.pop(option) for option in OPTIONS if option in named}
@@ -376,8 +379,16 @@ def test_scratch_bytes_counts_the_buffers_beside_the_state(monkeypatch: pytest.M
         task, _, _ = tt.toy(classes=classes, dim=dim, images=1)
         methods = [DPE(), DPE(alpha=2.0)]
         steps = dpe.Kernels(methods, task, 1)
-        taken = sum(buffer.nbytes for buffer in vars(steps).values() if isinstance(buffer, torch.Tensor))
+        buffers = vars(steps).keys() - {"text", "updates", "keys", "cost", "visual"}  # without the states
+        taken = sum(getattr(getattr(steps, name), "nbytes", 0) for name in buffers)
         assert 0.8 * taken < 2 * dpe.scratch_bytes(task) < 1.6 * taken
+
+
+def test_indices_of_settings_are_those_of_the_table() -> None:
+    from testtime.steppers.gpu import dpe_kernels
+
+    indices = [getattr(dpe_kernels, name.upper()).value for name in Numbers._fields]
+    assert indices == [*range(len(Numbers._fields))]
 
 
 def test_every_kernel_compiles_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -435,7 +446,7 @@ def test_more_views_or_runs_than_kernels_support_fall_back_to_the_method(
 
 def test_kernels_that_cannot_be_launched_fall_back_to_the_method(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: dpe.Kernels, views: torch.Tensor, out: torch.Tensor) -> None:
-        self.state.text.zero_()  # a partial update
+        self.text.zero_()  # a partial update
         raise RuntimeError("out of memory\nand more details")
 
     monkeypatch.setattr(capture, "_warned", set())

@@ -198,29 +198,30 @@ class Prediction:
         names = [self.classnames[index] for index in best.indices.tolist()]
         return list(zip(names, best.values.tolist(), strict=True))
 
+    @staticmethod
+    def row(task: Task, logits: Tensor, feature: Tensor, learned: Tensor | bool) -> Tensor:
+        """What an answer is made of, (2 C + 1,), on the task's device: a method's logits (C,), those of the frozen
+        classifier for a feature (D,), and whether the method learned."""
+        return torch.cat([logits, task.zero_shot(feature), torch.as_tensor(learned).to(logits).reshape(1)])
+
     @classmethod
     def of(
         cls,
         task: Task,
         method: Method,
-        logits: Tensor,
-        feature: Tensor,
-        learned: Tensor | bool,
+        row: Tensor,
         image: int,
         calibration: Calibration,
         decision: Decision | None = None,
     ) -> Prediction:
-        """The answer from a method's logits (C,), beside that of the frozen classifier for a feature (D,).
+        """The answer in a `row`, on the CPU.
 
-        Everything is copied from the device at once. Non-finite values are refused; `image` is the image's position in
-        the input. `calibration` is that of the stream, and moves on by this image. The logits of a guard, whose
-        `decision` comes with them, are logits for every method.
+        Non-finite values are refused; `image` is the image's position in the input. `calibration` is that of the
+        stream, and moves on by this image. The logits of a guard, whose `decision` comes with them, are logits for
+        every method.
         """
-        with torch.inference_mode():
-            learns = torch.as_tensor(learned).to(logits).reshape(1)
-            parts = torch.cat([logits, task.zero_shot(feature), learns]).cpu()
-        check_finite(method, parts[None], image)
-        answer, frozen, learns = parts.split([len(logits), task.classes, 1])
+        check_finite(method, row[None], image)
+        answer, frozen, learns = row.split([len(row) - 1 - task.classes, task.classes, 1])
         answer = answer.clone()  # out of inference mode: an ordinary tensor
         probabilities = answer.softmax(-1) if decision else method.probabilities(answer)
         zero_shot = frozen.softmax(-1)

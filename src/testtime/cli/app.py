@@ -14,7 +14,7 @@ import typer
 from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
-from testtime.cli import about, data, doctor, encode, experiments, history, replay, report, run
+from testtime.cli import about, data, doctor, encode, experiments, history, replay, report, run, serve
 from testtime.cli import train_prompts as prompts
 from testtime.cli.options import flag, name_metavars
 from testtime.cli.terminal import err
@@ -115,10 +115,11 @@ def _readable(commands: typer.Typer) -> typer.Typer:
     return commands
 
 
-for commands in (run, encode, replay, report, prompts, experiments, doctor, about):
+for commands in (run, encode, replay, report, serve, prompts, experiments, doctor, about):
     app.add_typer(_readable(commands.app))  # no name: its commands are at the top level
 app.add_typer(_readable(data.app), name="data", cls=Group)
 app.add_typer(_readable(history.app), name="history", cls=Group)
+app.add_typer(_readable(serve.tokens), name="token", cls=Group)
 
 
 def main(argv: list[str] | None = None) -> None:

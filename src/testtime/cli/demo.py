@@ -6,9 +6,7 @@ import json
 import platform
 import time
 from collections.abc import Sequence
-from importlib.resources import as_file, files
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from rich.console import Console
@@ -18,43 +16,21 @@ from torch import Tensor
 
 from testtime import __version__
 from testtime.datasets import open_dataset
-from testtime.encoding.store import Features
 from testtime.files import write_atomic
 from testtime.metrics import ExpectedCalibrationError
 from testtime.report.data import StreamReport
 from testtime.report.gather import Image, Runner, scored
 from testtime.report.page import html
 from testtime.report.running_accuracy import running_accuracy_svg
-from testtime.session.order import shuffled
+from testtime.session.packaged import SEED, Stream, demo_stream, largest
 from testtime.session.session import Session
-from testtime.types import InputError, Task
+from testtime.types import InputError
 
 METHODS = ("zeroshot", "tda", "dpe")
 CHUNK = 25  # images between two updates of the table
-SEED = 1  # of the stream's order; the released code's seed
 IMAGES = 2465
 CREDIT = "Li, Andreeto, Ranzato and Perona, Caltech 101, CaltechDATA 2022, CC BY 4.0; resized and cropped"
 HIDDEN = "The package has their features only; testtime demo --images CALTECH101 shows them from your copy."
-
-
-class Stream(NamedTuple):
-    """What the methods run over, in the order of the run."""
-
-    task: Task
-    views: Tensor  # (N, 1, D)
-    labels: Tensor  # (N,)
-    images: Sequence[Image]  # the photographs; empty if there are none to show
-
-
-def demo_stream(images: Sequence[Image] = ()) -> Stream:
-    """The packaged features with their photographs, in an order shuffled once."""
-    with as_file(files("testtime") / "data" / "caltech101.safetensors") as path:
-        store = Features(path)
-        task, views, labels = store.task(), store.read(0, len(store)), store.labels
-    if labels is None:
-        raise RuntimeError("The packaged features have no labels.")
-    order = shuffled(len(views), SEED)
-    return Stream(task, views[order], labels[order], [images[i] for i in order.tolist()] if images else [])
 
 
 def photographs(folder: str) -> list[Image]:
@@ -66,21 +42,6 @@ def photographs(folder: str) -> list[Image]:
             "that holds 101_ObjectCategories and split_zhou_Caltech101.json."
         )
     return list(found.paths)
-
-
-def largest(stream: Stream, count: int) -> Stream:
-    """The part of a stream with its `count` most frequent classes; ties go to the lower index."""
-    task, labels = stream.task, stream.labels
-    frequency = labels.bincount(minlength=task.classes)
-    classes = frequency.argsort(descending=True, stable=True)[:count].sort().values
-    names = tuple(task.classnames[c] for c in classes.tolist())
-    inside = torch.isin(labels, classes)
-    return Stream(
-        Task(task.text[classes], names, task.scale, task.encoder),
-        stream.views[inside],
-        torch.searchsorted(classes, labels[inside]),
-        [stream.images[i] for i in inside.nonzero()[:, 0].tolist()] if stream.images else [],
-    )
 
 
 def run_streams(stream: Stream, console: Console) -> list[tuple[StreamReport, list[Runner]]]:

@@ -17,7 +17,6 @@ the same bits.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
 from collections import deque
@@ -33,6 +32,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from testtime.encoding.budget import Full, MemoryBudget, Share
 from testtime.encoding.compiled import Compiled
 from testtime.encoding.encoders import needed
 from testtime.images import reading
@@ -52,7 +52,6 @@ READERS = 4  # threads that read images for a GPU: more would only wait for the 
 AHEAD = 2  # launches ahead of the caller
 DECODED = 2**30  # bytes for the decoded images of a stream, or for one image if it takes more
 PER_THREAD = 2**28  # bytes of it per thread, at least, so that photographs of up to 22 megapixels never wait
-LARGE = 2**28  # bytes of an image from which its memory is returned to the system afterwards
 PINNED = 2**26  # bytes of an image up to which it is pinned: pinned memory is never returned
 
 # a path or stored image, a Pillow image, pixels (H, W, 3) uint8; or features
@@ -158,57 +157,6 @@ def _unit(index: int, source: Source, rows: Callable[[], Tensor], like: Tensor |
         return Encoded(index, source, None, error)
 
 
-class MemoryBudget:
-    """Memory budget in bytes, shared by the images in progress."""
-
-    def __init__(self, total: int) -> None:
-        self.total, self.taken = total, 0
-        self._changed = threading.Condition()
-
-    def take(self, size: int, *, wait: bool = False, force: bool = False) -> None:
-        """Reserve bytes: by `force`, after a `wait` until they fit or none are taken, or else raise _Full."""
-        with self._changed:
-            if wait:
-                self._changed.wait_for(lambda: not self.taken or self._fits(size))
-            elif not force and not self._fits(size):
-                raise _Full
-            self.taken += size
-
-    def release(self, size: int) -> None:
-        """Release bytes."""
-        if size >= LARGE and (trim := getattr(ctypes.pythonapi, "malloc_trim", None)):
-            trim(0)  # glibc keeps freed memory in per-thread arenas
-        with self._changed:
-            self.taken -= size
-            self._changed.notify_all()
-
-    def _fits(self, size: int) -> bool:
-        return self.taken + size <= self.total
-
-
-class _Full(Exception):
-    """An image does not fit the memory budget yet."""
-
-
-class _Share:
-    """One image's share of a memory budget; `take` are options of `MemoryBudget.take`."""
-
-    def __init__(self, budget: MemoryBudget, **take: bool) -> None:
-        self.budget, self.size, self._take = budget, 0, take
-
-    def admit(self, extent: tuple[int, int]) -> None:
-        """Reserve what an image of this width and height needs while it is processed."""
-        size = extent[0] * extent[1] * reading.BYTES_PER_PIXEL
-        self.budget.take(size, **self._take)
-        self.size = size
-
-    def keep(self, size: int) -> None:
-        """Release all but `size` bytes."""
-        if size < self.size:
-            self.budget.release(self.size - size)
-            self.size = size
-
-
 def as_image(source: Source, admit: Callable[[tuple[int, int]], object] | None = None) -> Image.Image:
     """A Pillow image of a source; `admit` is called with the size of a file's image before it is decoded."""
     _check_image(source)
@@ -220,40 +168,52 @@ def as_image(source: Source, admit: Callable[[tuple[int, int]], object] | None =
 # On the CPU
 
 
+class _Threads:
+    """Threads that make the views of images with Pillow, and encode them in blocks of a fixed shape."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        self.encoder, self.home, self.count = encoder, step_device(encoder.device), torch.get_num_threads()
+        self.pool, self.budget = workers(self.count, flush=True), MemoryBudget(max(DECODED, self.count * PER_THREAD))
+        # on a GPU one thread encodes, in larger blocks: torch does not promise that several may use Apple's at once
+        self.encoders, self.rows = (self.pool, ROWS) if encoder.device.type == "cpu" else (workers(1), LAUNCH)
+
+    def ahead(self, plan: ViewPlan) -> int:
+        """How many images to have in progress: enough for all threads, few enough for memory."""
+        return 2 + 2 * self.count * ROWS // max(plan.total, ROWS)
+
+    def start(self, index: int, source: Source, plan: ViewPlan) -> Future[list[Future[Tensor]]]:
+        """The blocks of one image's features, once it is read and its views are made."""
+        return self.pool.submit(self._prepare, index, source, plan)
+
+    def _prepare(self, index: int, source: Source, plan: ViewPlan) -> list[Future[Tensor]]:
+        share = Share(self.budget, wait=True)  # for images in progress, which never wait themselves
+        try:
+            with reading.image_errors(reading.source_name(source), MemoryError):
+                pixels = _views(as_image(source, share.admit), self.encoder, plan, index)
+        finally:
+            share.keep(0)
+        return [self.encoders.submit(self._encode, block) for block in pixels.split(self.rows)]
+
+    def _encode(self, pixels: Tensor) -> Tensor:
+        return self.encoder.encode_images(pixels).to(self.home)
+
+
+def _joined(blocks: Future[list[Future[Tensor]]]) -> Tensor:
+    return torch.cat([block.result() for block in blocks.result()])
+
+
 def _on_cpu(
     encoder: Encoder, numbered: Iterator[tuple[int, Source]], plan: ViewPlan, like: Tensor | None
 ) -> Iterator[Encoded]:
-    threads, home = torch.get_num_threads(), step_device(encoder.device)
-    pool, waiting = workers(threads, flush=True), deque[tuple[int, Source, Future[list[Future[Tensor]]]]]()
-    # on a GPU one thread encodes, in larger blocks: torch does not promise that several may use Apple's at once
-    encoders, rows = (pool, ROWS) if encoder.device.type == "cpu" else (workers(1), LAUNCH)
-    ahead = 2 + 2 * threads * ROWS // max(plan.total, ROWS)  # images in progress: enough for all, few enough for memory
-    budget = MemoryBudget(max(DECODED, threads * PER_THREAD))
-
-    def prepare(index: int, source: Source) -> list[Future[Tensor]]:
-        """Read one image, make its views, and start to encode them in blocks."""
-        share = _Share(budget, wait=True)  # for images in progress, which never wait themselves
-        try:
-            with reading.image_errors(reading.source_name(source), MemoryError):
-                pixels = _views(as_image(source, share.admit), encoder, plan, index)
-        finally:
-            share.keep(0)
-        return [encoders.submit(encode, block) for block in pixels.split(rows)]
-
-    def encode(pixels: Tensor) -> Tensor:
-        return encoder.encode_images(pixels).to(home)
-
-    def features(blocks: Future[list[Future[Tensor]]]) -> Tensor:
-        return torch.cat([block.result() for block in blocks.result()])
-
+    threads, waiting = _Threads(encoder), deque[tuple[int, Source, Future[list[Future[Tensor]]]]]()
     try:
         while True:
-            while len(waiting) < ahead and (entry := next(numbered, None)) is not None:
-                waiting.append((*entry, pool.submit(prepare, *entry)))
+            while len(waiting) < threads.ahead(plan) and (entry := next(numbered, None)) is not None:
+                waiting.append((*entry, threads.start(*entry, plan)))
             if not waiting:
                 return
             index, source, blocks = waiting.popleft()
-            yield _unit(index, source, partial(features, blocks), like)
+            yield _unit(index, source, partial(_joined, blocks), like)
     finally:
         for _, _, blocks in waiting:
             blocks.cancel()
@@ -276,7 +236,7 @@ class _Read(NamedTuple):
 
     pixels: Tensor  # (H, W, 3) uint8
     drawn: Drawn
-    share: _Share  # of the memory budget
+    share: Share  # of the memory budget
     grey: Tensor | None = None  # (V, 3, size, size)
 
 
@@ -286,7 +246,8 @@ class _Waiting:
 
     index: int
     source: Source
-    future: Future[_Read]  # raises _Full if there was no memory for it
+    position: int  # in its launch
+    future: Future[_Read]  # raises Full if there was no memory for it
     error: InputError | None = None
 
 
@@ -318,26 +279,30 @@ class _Device:
             while True:
                 wanted = AHEAD + max(1, 16 // self.together)
                 while len(waiting) < wanted and (group := next(groups, None)) is not None:
-                    waiting.append([_Waiting(*entry, self.pool.submit(self._read, *entry)) for entry in group])
+                    waiting.append([_Waiting(*entry, entry[0] % self.together, self._start(*entry)) for entry in group])
                 if waiting and len(launched) <= AHEAD:
-                    launched.append(self._launch(waiting.popleft()))
+                    launched.append(self.launch(waiting.popleft()))
                     for image in chain.from_iterable(waiting):
-                        if image.future.done() and isinstance(image.future.exception(), _Full):  # memory was freed
-                            image.future = self.pool.submit(self._read, image.index, image.source)
+                        if image.future.done() and isinstance(image.future.exception(), Full):  # memory was freed
+                            image.future = self._start(image.index, image.source)
                 elif launched:
-                    yield from self._finish(launched.popleft())
+                    yield from self.finish(launched.popleft())
                 else:
                     return
         finally:
             for image in chain.from_iterable(waiting):
                 image.future.cancel()
 
-    def _read(self, index: int, source: Source, now: bool = False) -> _Read:
-        """An image read; raises _Full if there is no memory for it yet, unless it is needed `now`.
+    def _start(self, index: int, source: Source, now: bool = False) -> Future[_Read]:
+        """An image that is being read; raises Full if there is no memory for it yet, unless it is needed `now`.
 
         Threads never wait for memory: only the caller frees it, by taking features, and may do other things first.
         """
-        share, plan, preprocess = _Share(self.budget, force=now), self.plan, self.encoder.preprocess
+        return self.pool.submit(self.read, index, source, self.plan, force=now)
+
+    def read(self, index: int, source: Source, plan: ViewPlan, **take: bool) -> _Read:
+        """An image read; `take` are options of `MemoryBudget.take`."""
+        share, preprocess = Share(self.budget, **take), self.encoder.preprocess
         try:
             with reading.image_errors(reading.source_name(source), MemoryError):
                 _check_image(source)
@@ -354,7 +319,7 @@ class _Device:
             share.keep(0)
             raise
 
-    def _launch(self, group: Sequence[_Waiting]) -> _Launched:
+    def launch(self, group: Sequence[_Waiting]) -> _Launched:
         """A group launched through the encoder, on a side stream if on a GPU."""
         if self.side is None:
             return _Launched(group, *self._features(self._views(group)))
@@ -381,16 +346,15 @@ class _Device:
             try:
                 try:
                     read = image.future.result()
-                except _Full:  # those before it are done, so read it now
-                    read = self.pool.submit(self._read, image.index, image.source, True).result()
+                except Full:  # those before it are done, so read it now
+                    read = self._start(image.index, image.source, now=True).result()
             except InputError as error:
                 image.error = error
                 continue
-            position = image.index % self.together
             if read.grey is not None:
-                made[position] = read.grey.to(self.encoder.device)
+                made[image.position] = read.grey.to(self.encoder.device)
             else:
-                reads[position] = read._replace(pixels=read.pixels.to(self.encoder.device, non_blocking=True))
+                reads[image.position] = read._replace(pixels=read.pixels.to(self.encoder.device, non_blocking=True))
                 if read.pixels.nbytes > PINNED:  # at once: several such images would fill the device
                     make()
             read.share.keep(0)
@@ -407,16 +371,15 @@ class _Device:
         features = self.compiled.encode(grey).unflatten(0, (self.together, -1))
         return checked_views(features, features if self.like is None else self.like)
 
-    def _finish(self, launched: _Launched) -> Iterator[Encoded]:
+    def finish(self, launched: _Launched) -> Iterator[Encoded]:
         """A group once its features have arrived; unusable features become errors."""
         if launched.event is not None:
             launched.event.synchronize()  # later launches keep the GPU busy
         good = launched.good.tolist()
         for image in launched.images:
-            position = image.index % self.together
-            if image.error is None and not good[position]:
-                image.error = refuse_views(launched.features[position, None], image.index)
-            features = launched.features[position] if image.error is None else None
+            if image.error is None and not good[image.position]:
+                image.error = refuse_views(launched.features[image.position, None], image.index)
+            features = launched.features[image.position] if image.error is None else None
             yield Encoded(image.index, image.source, features, image.error)
 
 

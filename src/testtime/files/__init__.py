@@ -22,15 +22,19 @@ from torch import Tensor
 from testtime.types import InputError
 
 
-def write_atomic(path: str | Path, content: bytes | str) -> Path:
-    """Write a file atomically, by temporary file, flush and rename: readers see the old file or the whole new one."""
+def write_atomic(path: str | Path, content: bytes | str, private: bool = False) -> Path:
+    """Write a file atomically, by temporary file, flush and rename: readers see the old file or the whole new one.
+
+    Only its owner can read a `private` one.
+    """
     path = Path(path)
     # text may contain file names that are not UTF-8
     data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
     temporary = _temporary(path)
     try:
         make_folder(path.parent)
-        with open(temporary, "xb") as file:
+        mode = 0o600 if private else 0o666
+        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

@@ -51,6 +51,9 @@ class Drawn:
         return len(self.crops)
 
 
+NONE = Drawn(np.empty((0, 5), dtype=np.int64), None)
+
+
 def draw(extent: tuple[int, int], count: int, size: int, *, seed: int, index: int, augmix: bool = False) -> Drawn:
     """The parameters of `views` for an image of `extent` (width, height): count - 1 rows, from view 1 on."""
     if count < 1:
@@ -58,6 +61,8 @@ def draw(extent: tuple[int, int], count: int, size: int, *, seed: int, index: in
     for name, value in (("seed", seed), ("index", index)):
         if not 0 <= value < 2**64:
             raise InputError(f"The {name} of the views must be from 0 to 2**64 - 1; got {value}.")
+    if count == 1:  # the image alone: nothing is drawn, and one view a time should cost no more than it must
+        return NONE
     numbers = _random_numbers(count - 1, AUGMIX_NUMBERS if augmix else CROP_NUMBERS, seed, index)
     crops, used = _crops(extent, numbers)
     return Drawn(crops, _mixes(size, numbers, used) if augmix else None)

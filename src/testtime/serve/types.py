@@ -16,6 +16,8 @@ class Limits:
     image_bytes: int = 20 * 2**20
     pixels: int = 50_000_000
     batch: int = 64  # images in a request
+    request_bytes: int = 64 * 2**20  # a request with several images
+    body_bytes: int = 2**30  # requests that are being read or answered, together
     waiting: int = 256  # images accepted and not answered yet, over all streams
     streams: int = 100
     classes: int = 5_000
@@ -23,6 +25,11 @@ class Limits:
     templates: int = 100
     views: int = 64
     state_bytes: int = 2**30  # an imported state
+
+    def check_text(self, text: str) -> None:
+        """Refuse a name or a template that is too long."""
+        if len(text) > self.name:
+            raise ServiceError(422, f"Names and templates may have {self.name} characters; got {text[:20]!r}...")
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Sized
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -249,22 +249,31 @@ class Session:
         return prediction
 
     def replay(self, views: Tensor, index: int) -> Prediction:
-        """Step on views (V, D) that an observer was given, as image `index` of the input; no observer is called.
+        """Step on views (V, D) of the encoding stream, as image `index` of the input; no observer is called.
 
         They are used as they are: normalised once more, they would differ in their last bits.
         """
+        return self.replay_all([views], index)[0]
+
+    def replay_all(self, images: Sequence[Tensor], index: int) -> list[Prediction]:
+        """The same for several images, of consecutive indices; all or nothing, and read from a GPU at once."""
         with self._lock, deferred_interrupts():
             self.position = index
-            return self._advance(aligned(views.to(self.task.text)))
+            return self._advance([aligned(views.to(self.task.text)) for views in images])
+
+    def peek(self, views: Tensor) -> Prediction:
+        """Predict from views (V, D) of the encoding stream, used as they are, learning nothing."""
+        with self._lock:
+            views = aligned(views.to(self.task.text))
+            with torch.inference_mode():
+                row = Prediction.row(self.task, self._steps().peek(views)[0], views[0], False)
+            decision = self.decisions[0] if self.guard else None
+            return self._predictions([row], [decision], self.calibration.copy())[0]
 
     def predict(self, image: Source) -> Prediction:
         """Predict one image from what has been learned so far, learning nothing."""
         (entry,) = self._encoded([image])
-        views = entry.usable()
-        with self._lock:
-            with torch.inference_mode():
-                logits = self._steps().peek(views)
-            return self._prediction(logits[0], views[0], False, self.calibration.copy())
+        return self.peek(entry.usable())
 
     def warm_up(self, views: int | None = None) -> float:
         """Seconds of the warm-up, run now for images of so many views: loading, compiling, graph capture."""
@@ -338,7 +347,7 @@ class Session:
             views, prediction, deferred = entry.usable(), None, None
             try:
                 with self._lock, deferred_interrupts():
-                    prediction = self._advance(views)
+                    (prediction,) = self._advance([views])
                     self._notify(entry, prediction)
             except BaseException as error:
                 if prediction is None:
@@ -389,21 +398,30 @@ class Session:
 
         return stream(self.encoder, images, self.plan, indices=count(self.position), like=self.task.text)
 
-    def _advance(self, views: Tensor) -> Prediction:
-        """Predict and learn from unit views (V, D)."""
+    def _advance(self, images: Sequence[Tensor]) -> list[Prediction]:
+        """Predict and learn from unit views (V, D) of one image after another; answers are read from a GPU at once."""
+        start, rows, decisions = self.position, [], []
         with torch.inference_mode():
-            logits, learned = self._steps().step(views)
+            for views in images:
+                logits, learned = self._steps().step(views)
+                rows.append(Prediction.row(self.task, logits[0], views[0], learned))
+                decisions.append(self.decisions[0] if self.guard else None)
+                self.position += 1
+        self.position = start
         with self._marking_unusable():
-            prediction = self._prediction(logits[0], views[0], learned, self.calibration)
-        self.count += 1
-        self.position += 1
-        return prediction
+            predictions = self._predictions(rows, decisions, self.calibration)
+        self.count += len(images)
+        self.position += len(images)
+        return predictions
 
-    def _prediction(
-        self, logits: Tensor, feature: Tensor, learned: Tensor | bool, calibration: Calibration
-    ) -> Prediction:
-        decision = self.decisions[0] if self.guard else None
-        return Prediction.of(self.task, self.method, logits, feature, learned, self.position, calibration, decision)
+    def _predictions(
+        self, rows: Sequence[Tensor], decisions: Sequence[Decision | None], calibration: Calibration
+    ) -> list[Prediction]:
+        """The answers in rows of `Prediction.row`, from this position in the input on."""
+        read = zip(count(self.position), torch.stack(list(rows)).cpu(), decisions, strict=False)
+        return [
+            Prediction.of(self.task, self.method, row, image, calibration, decision) for image, row, decision in read
+        ]
 
     def _notify(self, entry: Encoded, prediction: Prediction | None) -> None:
         """Call every observer; errors are raised after all have been called."""

@@ -14,9 +14,9 @@ image lies halfway between two prototypes; each always decides the same way.
 
 On the CPU, results are reproducible: on the same machine, with the same versions and the same number of threads, a run
 that is snapshot, saved, loaded and resumed anywhere gives the same bits as an uninterrupted one. For this, every
-operand of a matrix product is aligned to `ALIGNMENT` bytes, and the products for an image have the same shapes wherever
-the stream is split. Prompt tuning is excluded: it processes the images of a chunk in groups, and is the same up to
-rounding.
+operand of torch's matrix products is aligned to `ALIGNMENT` bytes, and the products for an image have the same shapes
+wherever the stream is split; those of `cpu/gemm.py` need neither. Prompt tuning is excluded: it processes the images of
+a chunk in groups, and is the same up to rounding.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torch import Tensor
 from testtime.files import ALIGNMENT as ALIGNMENT
 from testtime.methods.base import Nested, leaves
 from testtime.steppers.fast import FAST, Fast, supported
-from testtime.types import Method, Task
+from testtime.types import InputError, Method, Task
 
 Result = TypeVar("Result")
 
@@ -68,7 +68,7 @@ def open_stepper(
 ) -> Stepper:
     """The fastest stepper that supports these runs; with `reference`, the plain one.
 
-    Runs continue from `states`, or start fresh. Runs that cannot share a stepper get one each inside a composite.
+    Runs continue from `states`, or start fresh. Several must agree on their `group_key`.
 
     >>> import testtime as tt
     >>> task, stream, _ = tt.toy()
@@ -76,7 +76,7 @@ def open_stepper(
     >>> stepper.scan(stream).shape
     torch.Size([2, 160, 8])
     """
-    from testtime.steppers.plain import Composite, Plain
+    from testtime.steppers.plain import Plain
 
     task = aligned_task(task)
     states = list(states) if states is not None else [method.init(task) for method in methods]
@@ -84,9 +84,7 @@ def open_stepper(
     if fast is not None and len({group_key(task, method) for method in methods}) == 1:
         return import_module(fast.module).Stepper(task, methods, states)
     if len(methods) > 1:
-        return Composite(
-            [open_stepper(task, [m], [s], reference=reference) for m, s in zip(methods, states, strict=True)]
-        )
+        raise InputError(f"{len(methods)} runs that cannot share a stepper; open one for each.")
     if task.text.is_cuda and not reference and not getattr(methods[0], "needs_tower", False):
         return import_module("testtime.steppers.gpu.graph").Stepper(task, methods, states)
     return Plain(task, methods, states)

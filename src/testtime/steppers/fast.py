@@ -7,7 +7,7 @@ settings in `group_by`, which decide shapes and which views are read.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,11 +23,6 @@ def number(value: object) -> bool:
     return isinstance(value, int | float | tuple) and not isinstance(value, bool)
 
 
-def one_or_more(value: Any) -> bool:
-    """A number of at least one."""
-    return number(value) and value >= 1
-
-
 class Fast(NamedTuple):
     """A fast stepper of one method on one kind of device."""
 
@@ -39,24 +34,19 @@ class Fast(NamedTuple):
     needs: str = ""  # an optional package
 
 
-DPE_ON_CPU: dict[str, Values] = {
-    "alpha": number,
-    "beta": number,
-    "queue": number,
-    "align_weight": number,
-    "align_temperature": number,
-    "entropy_weight": number,
-    "lr_text": number,
-    "lr_image": number,
+def numeric(names: str) -> dict[str, Values]:
+    """Settings of which any number is supported."""
+    return dict.fromkeys(names.split(), number)
+
+
+DPE_ON_CPU = numeric(
+    "alpha beta queue align_weight align_temperature entropy_weight lr_text lr_image entropy_threshold selection "
+    "text_decay prompt_count adamw_eps "
+    "adamw_betas adamw_weight_decay"  # the moments of a first step cancel, and its decay acts on nothing
+) | {
     "steps": (0, 1),
-    "entropy_threshold": number,
-    "selection": number,
     "multi_view_prediction": (False, True),
     "text_update": ("none", "full", "exponential", "cumulative"),
-    "text_decay": number,
-    "adamw_eps": number,
-    "adamw_betas": number,  # the moments of a first step cancel
-    "adamw_weight_decay": number,  # and its decay acts on nothing
     "adam_state": ("exact",),
     "scale_affinity": (False, True),
     "view_average": ("logits",),
@@ -70,37 +60,16 @@ DPE_ON_CPU: dict[str, Values] = {
     "gate_keeps": ("below", "above"),
     "entropy_unit": ("log2", "ln"),
     "renormalise_text": (False, True),
-    "prompt_count": number,
     "empty_queue": ("zero",),
 }
-DPE_ON_GPU = DPE_ON_CPU | {"queue": one_or_more, "multi_view_prediction": (False,)}
+DPE_ON_GPU = DPE_ON_CPU | {"queue": lambda queue: number(queue) and queue >= 1, "multi_view_prediction": (False,)}
 DPE_GROUP_BY = ("queue", "steps", "selection", "multi_view_prediction")
-
-TDA: dict[str, Values] = dict.fromkeys(
-    (
-        "pos_capacity",
-        "pos_alpha",
-        "pos_beta",
-        "neg_capacity",
-        "neg_alpha",
-        "neg_beta",
-        "neg_entropy_lower",
-        "neg_entropy_upper",
-        "neg_mask_lower",
-        "neg_mask_upper",
-        "selection",
-    ),
-    number,
+TDA = numeric(
+    "pos_capacity pos_alpha pos_beta neg_capacity neg_alpha neg_beta neg_entropy_lower neg_entropy_upper "
+    "neg_mask_lower neg_mask_upper selection"
 )
-TPS: dict[str, Values] = {
-    "lr": number,
-    "steps": (0, 1),
-    "selection": number,
-    "adamw_eps": number,
-    "adamw_betas": number,
-    "adamw_weight_decay": number,  # shifts start at zero
-}
-DMN: dict[str, Values] = dict.fromkeys(("memory_size", "beta", "fusion_text", "fusion_memory", "selection"), number)
+TPS = numeric("lr selection adamw_eps adamw_betas adamw_weight_decay") | {"steps": (0, 1)}  # shifts start at zero
+DMN = numeric("memory_size beta fusion_text fusion_memory selection")
 
 FAST = (
     Fast("testtime.methods.dpe.DPE", "cpu", "testtime.steppers.cpu.dpe", DPE_ON_CPU, DPE_GROUP_BY, "numba"),
@@ -123,43 +92,43 @@ def supported(fast: Fast, method: Method) -> bool:
 
 
 class Numbers(NamedTuple):
-    """The settings in which S runs of DPE side by side may differ: S values of each."""
+    """The settings in which runs of DPE side by side may differ."""
 
-    alpha: list[float]  # already times the logit scale if `scale_affinity` is set
-    beta: list[float]
-    entropy_weight: list[float]
-    align_weight: list[float]  # over the temperature; 0 without queues, as there is nothing to align with
-    eps: list[float]
-    lr_text: list[float]
-    lr_visual: list[float]
-    per_nat: list[float]  # converts an entropy in nats to the unit of the thresholds
-    sharpness: list[float]  # of the alignment: 1 / temperature
-    threshold: list[float]
-    share: list[float]  # fraction by which text prototypes move to the nudged ones; below 0: a cumulative average
-    prompt_count: list[float]
-    keeps_below: list[float]  # 1 or 0, as are the next two
-    evolves: list[float]
-    renormalises: list[float]
+    alpha: float  # already times the logit scale if `scale_affinity` is set
+    beta: float
+    entropy_weight: float
+    align_weight: float  # over the temperature; 0 without queues, as there is nothing to align with
+    eps: float
+    lr_text: float
+    lr_visual: float
+    per_nat: float  # converts an entropy in nats to the unit of the thresholds
+    sharpness: float  # of the alignment: 1 / temperature
+    threshold: float
+    share: float  # fraction by which text prototypes move to the nudged ones; below 0: a cumulative average
+    prompt_count: float
+    keeps_below: float  # 1 or 0, as are the next two
+    evolves: float
+    renormalises: float
 
 
-def numbers(task: Task, methods: Sequence[DPE]) -> Numbers:
-    """The values of settings that run side by side on a task."""
+def numbers(task: Task, method: DPE) -> Numbers:
+    """The values of a method's settings on a task."""
     return Numbers(
-        [m.alpha * (task.scale if m.scale_affinity else 1.0) for m in methods],
-        [m.beta for m in methods],
-        [m.entropy_weight for m in methods],
-        [m.align_weight / m.align_temperature if m.queue else 0.0 for m in methods],
-        [m.adamw_eps for m in methods],
-        [m.lr_text for m in methods],
-        [m.lr_image for m in methods],
-        [1 / math.log(task.classes, {"log2": 2, "ln": math.e}[m.entropy_unit]) for m in methods],
-        [1 / m.align_temperature for m in methods],
-        [m.entropy_threshold for m in methods],
-        [SHARES[m.text_update](m) for m in methods],
-        [float(m.prompt_count) for m in methods],
-        [float(m.gate_keeps == "below") for m in methods],
-        [float(m.text_update != "none") for m in methods],
-        [float(m.renormalise_text) for m in methods],
+        alpha=method.alpha * (task.scale if method.scale_affinity else 1.0),
+        beta=method.beta,
+        entropy_weight=method.entropy_weight,
+        align_weight=method.align_weight / method.align_temperature if method.queue else 0.0,
+        eps=method.adamw_eps,
+        lr_text=method.lr_text,
+        lr_visual=method.lr_image,
+        per_nat=1 / math.log(task.classes, {"log2": 2, "ln": math.e}[method.entropy_unit]),
+        sharpness=1 / method.align_temperature,
+        threshold=method.entropy_threshold,
+        share=SHARES[method.text_update](method),
+        prompt_count=float(method.prompt_count),
+        keeps_below=float(method.gate_keeps == "below"),
+        evolves=float(method.text_update != "none"),
+        renormalises=float(method.renormalise_text),
     )
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from testtime.methods.base import Nested
-from testtime.steppers import Stepper, aligned, aligned_state, dummy_views, rows_aligned
+from testtime.steppers import aligned, aligned_state, dummy_views, rows_aligned
 from testtime.types import Method, Task
 
 
@@ -44,31 +44,3 @@ class Plain:
 
     def restore(self, states: Sequence[Nested]) -> None:
         (self._state,) = map(aligned_state, states)
-
-
-class Composite:
-    """Several single-run steppers behind one interface; see `steppers.Stepper`."""
-
-    def __init__(self, steppers: Sequence[Stepper]) -> None:
-        self.steppers = steppers
-
-    def step(self, views: Tensor) -> tuple[Tensor, Tensor]:
-        logits, learned = zip(*(stepper.step(views) for stepper in self.steppers), strict=True)
-        return torch.cat(logits), torch.cat(learned)
-
-    def scan(self, stream: Tensor) -> Tensor:
-        return torch.cat([stepper.scan(stream) for stepper in self.steppers])
-
-    def peek(self, views: Tensor) -> Tensor:
-        return torch.cat([stepper.peek(views) for stepper in self.steppers])
-
-    def warm_up(self, views: int) -> None:
-        for stepper in self.steppers:
-            stepper.warm_up(views)
-
-    def snapshot(self) -> list[Nested]:
-        return [state for stepper in self.steppers for state in stepper.snapshot()]
-
-    def restore(self, states: Sequence[Nested]) -> None:
-        for stepper, state in zip(self.steppers, states, strict=True):
-            stepper.restore([state])

@@ -1,9 +1,8 @@
 """Many settings of a method over one stream, in one pass.
 
 Settings that can share a stepper run in groups: on a CPU each group has its own core, on a GPU a group shares each
-launch. Results equal those of running the settings one by one: bit for bit where a run has custom kernels on a GPU or
-steps small enough for one core (`steppers.cpu.dpe.PARALLEL_THRESHOLD`), and otherwise up to rounding, since a single
-run uses more cores for a product.
+launch. Results equal those of running the settings one by one: bit for bit in DPE's loops and kernels, and otherwise up
+to rounding, since a single run uses more cores for a product.
 """
 
 from __future__ import annotations
@@ -71,10 +70,8 @@ def grouped(task: Task, methods: Sequence[Method], threads: int) -> list[list[in
         by_key.setdefault(index if key is None else key, []).append(index)  # no key: the method runs alone
     groups = []
     for alike in by_key.values():
-        total, most = (
-            len(alike),
-            max(1, GROUP_BYTES[task.text.device.type] // max(1, memory_needed(task, methods[alike[0]]))),
-        )
+        budget, each = GROUP_BYTES[task.text.device.type], max(1, memory_needed(task, methods[alike[0]]))
+        total, most = len(alike), max(1, budget // each)
         rounds = math.ceil(total / most / threads)
         count = min(total, threads * (max(rounds, GROUPS_PER_THREAD) if threads > 1 else rounds))
         groups += [alike[total * k // count : total * (k + 1) // count] for k in range(count)]

@@ -21,20 +21,16 @@ from torch import Tensor
 from testtime import ops
 from testtime.bank import Bank
 from testtime.methods.dpe import DPE, State
-from testtime.steppers import fast, rows_aligned
-from testtime.steppers.cpu import dpe_loops, gemm, loops
-from testtime.steppers.cpu.dpe_loops import Scratch, Settings, Text, Visual
-from testtime.steppers.cpu.loops import Array, ByImage, cast, empty_aligned, lengths, to_array
+from testtime.steppers import fast
+from testtime.steppers.cpu import dpe_loops, loops
+from testtime.steppers.cpu.dpe_loops import Scratch, Settings, Side
+from testtime.steppers.cpu.lanes import LOWEST
+from testtime.steppers.cpu.loops import Array, ByImage, cast, to_array, zeros_aligned
 from testtime.types import Task
 
 # Multiplications per step above which it is split over threads. Below (100 classes and 64 views: 18 million), threads
 # would gain little, and lose more than that on a busy machine: each waits for the others many times a step.
 PARALLEL_THRESHOLD = 3 * 2**23
-
-
-def fits(task: Task) -> bool:
-    """Whether compiled loops can call torch's GEMM."""
-    return gemm.AVAILABLE
 
 
 class Stepper(ByImage):
@@ -45,9 +41,7 @@ class Stepper(ByImage):
         self.restore(states)
 
     def scan(self, stream: Tensor) -> Tensor:
-        if not len(stream) or rows_aligned(stream):
-            return self._scan(stream)[0]
-        return super().scan(stream)  # image by image, so that each is aligned the same wherever the stream is split
+        return self._scan(stream)[0]
 
     def snapshot(self) -> list[State]:
         return [run.state() for run in self.runs]
@@ -61,7 +55,7 @@ class Stepper(ByImage):
 
     def _scan(self, stream: Tensor, peeking: bool = False) -> tuple[Tensor, Tensor]:
         """Logits (S, N, C), and whether each run learned from each image (S, N)."""
-        images = stream.numpy()
+        images = stream.contiguous().numpy()
         logits = np.empty((len(self.runs), len(images), self.task.classes), images.dtype)
         learned = np.empty(logits.shape[:2], bool)
         # one run after another, so that its state stays in the cache
@@ -74,63 +68,62 @@ class Run:
     """One run of DPE, updated in place."""
 
     def __init__(self, task: Task, method: DPE, state: State) -> None:
-        self.method = method
-        self.real = real = task.text.numpy().dtype.type
-        numbers = {name: cast(values[0], real) for name, values in fast.numbers(task, [method])._asdict().items()}
+        self.method, self.real = method, task.text.numpy().dtype.type
+        numbers = fast.Numbers(*(cast(value, self.real) for value in fast.numbers(task, method)))
         if not method.steps:
-            numbers |= dict.fromkeys(("align_weight", "lr_text", "lr_visual"), real(0))
-        switches = {name: bool(numbers[name]) for name in ("keeps_below", "evolves", "renormalises")}
-        numbers |= {"scale": cast(task.scale, real), "threshold": method.entropy_threshold, **switches}
-        self.settings = Settings(**numbers, keep=0, threads=None, peeking=False)
-        classes, dim, pulled = task.classes, task.dim, bool(numbers["align_weight"] > 0)
-        seen = state.queue.cost.isfinite().any(1).numpy()
-        columns = _transposed(state.visual if pulled else state.visual[:0, :0])
-        height = np.where(seen, numbers["alpha"], real(0))
-        evolved = empty_aligned(classes if switches["evolves"] else 0, dim, dtype=real)
+            numbers = numbers._replace(align_weight=self.real(0), lr_text=self.real(0), lr_visual=self.real(0))
+        self.settings = Settings(numbers, keep=0, threads=None, peeking=False)
+        classes, dim, seen = task.classes, task.dim, state.queue.cost.isfinite().any(1).numpy()
+        pulled, evolving = classes if numbers.align_weight > 0 else 0, classes if numbers.evolves else 0
         self.run = dpe_loops.Run(
-            text=Text(**_side_arrays(state.text, pulled), evolved=evolved, evolved_length=np.zeros(classes, real)),
-            visual=Visual(**_side_arrays(state.visual, pulled), columns=columns, height=height, seen=seen),
+            text=_side(state.text, np.full(classes, cast(task.scale, self.real)), pulled, evolving),
+            visual=_side(state.visual, np.where(seen, numbers.alpha, self.real(0)), pulled, 0),
+            seen=seen,
             keys=to_array(state.queue.keys),
             cost=to_array(state.queue.cost),
             updates=np.array([int(state.updates)]),
-            stale=np.array([pulled]),
+            stale=np.array([bool(pulled)]),
         )
-        shapes = {
-            **dict.fromkeys(("entropy", "top", "total"), (0,)),  # allocated once the number of views is known
-            **dict.fromkeys(("logit", "prob", "factor", "answer", "moved_length", "moved_cosine"), (classes,)),
-            **dict.fromkeys(("feature", "probe"), (dim,)),
-            **dict.fromkeys(("share", "scaled_eps"), (1,)),
-            **dict.fromkeys(("text_pull", "visual_pull"), (0, dim)),
-            "logits": (0, classes),
-            "moved": (classes if method.multi_view_prediction else 0, dim),
-            "similarity": (classes if pulled else 0, columns.shape[1]),
-        }
-        self.scratch = Scratch(**self._arrays(shapes))
+        per_line = loops.CACHE_LINE // self.run.cost.itemsize
+        self.width = -(-classes // per_line) * per_line  # C' of `dpe_loops`
+        self.scratch = Scratch(
+            **self._zeros((0,), "entropy", "top", "total"),  # allocated once the number of views is known
+            **self._zeros((0, self.width), "logits"),
+            **self._zeros((classes,), "logit", "answer", "moved_length", "moved_cosine"),
+            **self._zeros((self.width,), "prob", "factor", "shift"),
+            **self._zeros((dim,), "feature", "probe"),
+            **self._zeros((1,), "share", "scaled_eps"),
+            **self._zeros((classes if method.multi_view_prediction else 0, dim), "moved"),
+            **self._zeros((pulled, self.width), "similarity", "gradient"),
+            **self._zeros((2, 0, dim), "pull"),
+            **self._zeros((2, classes), "along"),
+        )
+        self.scratch.shift[classes:] = LOWEST
         self.consistent = True  # False during a step: a state left half updated by an exception is never returned
 
-    def _arrays(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, Array]:
-        """Scratch buffers of these shapes."""
-        return {name: empty_aligned(*shape, dtype=self.real) for name, shape in shapes.items()}
+    def _zeros(self, shape: tuple[int, ...], *names: str) -> dict[str, Array]:
+        """Scratch buffers of one shape."""
+        return {name: zeros_aligned(*shape, dtype=self.real) for name in names}
 
     def scan(self, stream: Array, logits: Array, learned: Array, peeking: bool) -> None:
         """Fill the logits (N, C) of N images' unit views (N, V, D), and whether each was `learned` from (N,)."""
-        views = stream.shape[1]
+        views, text = stream.shape[1], self.run.text
         if len(self.scratch.logits) != views:
-            shapes = {"logits": (views, logits.shape[1]), **dict.fromkeys(("entropy", "top", "total"), (views,))}
-            self.scratch = self.scratch._replace(**self._arrays(shapes))
-        if peeking and self.scratch.text_pull.shape != self.run.text.pull.shape:
-            shapes = dict.fromkeys(("text_pull", "visual_pull"), self.run.text.pull.shape)
-            self.scratch = self.scratch._replace(**self._arrays(shapes))
-        work = self.run.text.vectors.size * (views + 3 * len(self.scratch.similarity))
-        threads = torch.get_num_threads() if gemm.CAN_LIMIT_THREADS and work >= PARALLEL_THRESHOLD else 1
-        options = ops.kept(views, self.method.selection), threads if threads > 1 else None, peeking
-        if self.settings[-3:] != options:
-            self.settings = Settings(*self.settings[:-3], *options)
+            per_view = self._zeros((views,), "entropy", "top", "total")
+            self.scratch = self.scratch._replace(**per_view, **self._zeros((views, self.width), "logits"))
+        if peeking and self.scratch.pull.shape[1:] != text.pull.shape:
+            self.scratch = self.scratch._replace(**self._zeros((2, *text.pull.shape), "pull"))
+        work = text.vectors.size * (views + 3 * len(self.scratch.similarity))
+        threads = torch.get_num_threads() if work >= PARALLEL_THRESHOLD else 1
+        keep, used = ops.kept(views, self.method.selection), threads if threads > 1 else None
+        settings = self.settings._replace(keep=keep, threads=used, peeking=peeking)
         self.consistent, updates = False, int(self.run.updates[0])
-        with loops.threads(threads), gemm.single_threaded():
-            dpe_loops.scan(stream, self.run, self.scratch, self.settings, logits, learned)
+        with loops.threads(threads):
+            dpe_loops.scan(stream, self.run, self.scratch, settings, logits, learned)
         if (self.run.updates[0] - updates) % 2:
-            self.run = self.run._replace(text=dpe_loops.swap_evolved.py_func(self.run.text))
+            evolved = {"evolved": text.vectors, "evolved_length": text.length}
+            text = text._replace(vectors=text.evolved, length=text.evolved_length, **evolved)
+            self.run = self.run._replace(text=text)
         self.consistent = True
 
     def state(self) -> State:
@@ -142,19 +135,10 @@ class Run:
         return State(text, torch.tensor(int(run.updates[0])), Bank(keys, cost), visual)
 
 
-def _side_arrays(prototypes: Tensor, pulled: bool) -> dict[str, Array]:
-    """The arrays of one side, text or visual: a copy of its prototypes (C, D), their lengths, and gradient buffers."""
+def _side(prototypes: Tensor, height: Array, pulled: int, evolving: int) -> Side:
+    """One side of a run, text or visual; so many prototypes are pulled by the alignment, and evolve."""
     vectors = to_array(prototypes)
-    weight, cosine = np.zeros((2, len(vectors)), vectors.dtype)
-    pull = empty_aligned(len(vectors) if pulled else 0, vectors.shape[1], dtype=vectors.dtype)
-    return {"vectors": vectors, "length": lengths(vectors), "pull": pull, "weight": weight, "cosine": cosine}
-
-
-def _transposed(prototypes: Tensor) -> Array:
-    """Prototypes (C, D) as the first columns of an array (D, C') whose rows are aligned to cache lines."""
-    classes, dim = prototypes.shape
-    per_line = loops.CACHE_LINE // prototypes.element_size()
-    columns = empty_aligned(dim, -(-classes // per_line) * per_line, dtype=prototypes.numpy().dtype)
-    columns[:] = 0
-    columns[:, :classes] = prototypes.numpy().T
-    return columns
+    along, weight, cosine, evolved_length = np.zeros((4, len(vectors)), vectors.dtype)
+    pull, evolved = (zeros_aligned(count, vectors.shape[1], dtype=vectors.dtype) for count in (pulled, evolving))
+    length = np.array([loops.length_at(vectors, c) for c in range(len(vectors))], vectors.dtype)
+    return Side(vectors, length, pull, along, weight, cosine, height, evolved, evolved_length)

@@ -1,11 +1,10 @@
 """One step of DPE as compiled loops that fill arrays. C classes, D features, V views, M slots.
 
-C' is C rounded up to whole cache lines: products are faster where every row is aligned to one.
+C' is C rounded up to whole cache lines, so that no vector of a row is incomplete. Logits beyond C are LOWEST.
 
 Memory traffic is kept low: prototypes are stored unnormalised, directions are computed where they are needed, and a
-nudged prototype is used for everything while it is in the cache. A thread has the same rows in every loop and product,
-and finds them in its cache. Each row is processed by one thread in a fixed order, so the results of a loop do not
-depend on the number of threads.
+nudged prototype is used for everything while it is in the cache. Each row is processed by one thread in a fixed order,
+so results do not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -20,53 +19,32 @@ from numba.extending import overload
 
 from testtime.ops import NEGLIGIBLE
 from testtime.steppers.cpu import loops
-from testtime.steppers.cpu.gemm import N, T, matmul, set_threads
-from testtime.steppers.cpu.lanes import Emitted, Lanes, row_loop
-from testtime.steppers.cpu.loops import (
-    Array,
-    Real,
-    compiled,
-    dot_at,
-    exp,
-    length_at,
-    length_of,
-    log,
-    parallel,
-    row_at,
-    softmax_entropy,
-)
+from testtime.steppers.cpu.gemm import combine_rows, dot_rows
+from testtime.steppers.cpu.lanes import LOWEST, Emitted, Lanes, exp, log, row_loop
+from testtime.steppers.cpu.loops import Array, Real, compiled, dot_at, length_at, length_of, parallel, row_at
+from testtime.steppers.fast import Numbers
 
 
-class Text(NamedTuple):
-    """The text prototypes and their gradients."""
+class Side(NamedTuple):
+    """The text prototypes or the visual ones, and their gradients."""
 
     vectors: Array  # (C, D), not normalised
     length: Array  # (C,), 1 for a zero row
     pull: Array  # (C, D), of the alignment, divided by the length; (0, D) without alignment
+    along: Array  # (C,), its dot product with the prototype
     weight: Array  # (C,), of the image's feature
     cosine: Array  # (C,), with the image's feature
+    height: Array  # (C,), of a class's contribution to the logits, 0 if there is none
     evolved: Array  # (C, D), their next values if they learn from the image; (0, D) if they never do
     evolved_length: Array  # (C,)
-
-
-class Visual(NamedTuple):
-    """The visual prototypes and their gradients, as in `Text`."""
-
-    vectors: Array
-    length: Array
-    pull: Array
-    weight: Array
-    cosine: Array
-    columns: Array  # (D, C'), the prototypes as columns; (0, 0) without alignment
-    height: Array  # (C,), alpha if the class has been seen, else 0
-    seen: Array  # (C,) bool
 
 
 class Run(NamedTuple):
     """The state of a run, and values derived from it."""
 
-    text: Text
-    visual: Visual
+    text: Side  # its height is the logit scale
+    visual: Side  # its height is alpha, or 0 until a class is seen
+    seen: Array  # (C,) bool
     keys: Array  # (C, M, D)
     cost: Array  # (C, M)
     updates: Array  # (1,), images that the text prototypes have learned from
@@ -76,54 +54,41 @@ class Run(NamedTuple):
 class Scratch(NamedTuple):
     """Scratch buffers."""
 
-    logits: Array  # (V, C)
+    logits: Array  # (V, C')
     entropy: Array  # (V,)
     top: Array  # (V,), the largest logit of a view
     total: Array  # (V,), the sum of exp(logit - top)
     logit: Array  # (C,)
-    prob: Array  # (C,)
-    factor: Array  # (C,)
+    prob: Array  # (C',)
+    factor: Array  # (C',), of products to obtain logits; 0 beyond C
+    shift: Array  # (C',), to add to them; LOWEST beyond C
     answer: Array  # (C,), the logits of the probe
     moved_length: Array  # (C,), of nudged prototypes
     moved_cosine: Array  # (C,), and their cosine with the probe
     feature: Array  # (D,)
     probe: Array  # (D,), the feature to classify
     moved: Array  # (C, D), nudged text prototypes; (0, D) unless views are reselected
-    similarity: Array  # (C, C') of text and visual prototypes, or (0, 0) without alignment
+    similarity: Array  # (C, C'), products of visual and text prototypes; (0, C') without alignment
+    gradient: Array  # (C, C'), of the alignment by the logits, over both lengths; (0, C') without alignment
     share: Array  # (1,), fraction by which text prototypes move to the nudged ones
     scaled_eps: Array  # (1,), AdamW's eps in the units of the slopes
-    text_pull: Array  # (C, D), for peeks that need a different pull; (0, D) before the first peek
-    visual_pull: Array
+    pull: Array  # (2, C, D), for peeks that need a different pull; (2, 0, D) before the first peek
+    along: Array  # (2, C), and its dot products with the prototypes
 
 
 class Settings(NamedTuple):
-    """Numbers in the run's precision, as in `fast.Numbers`, and switches."""
+    """The settings of a run, and how its images are processed."""
 
-    scale: Real
-    alpha: Real
-    beta: Real
-    entropy_weight: Real
-    align_weight: Real
-    eps: Real
-    lr_text: Real
-    lr_visual: Real
-    per_nat: Real
-    sharpness: Real
-    threshold: float
-    share: Real
-    prompt_count: Real
-    keeps_below: bool
-    evolves: bool
-    renormalises: bool
+    numbers: Numbers  # in the run's precision
     keep: int  # number of confident views
     threads: int | None  # None: single-threaded
     peeking: bool  # the state does not change
 
 
-LOWEST = -1e30  # stands for minus infinity
+ROWS_AT_ONCE = 32  # of C x C matrices, which stay in the cache
 
 # phases of a step, each of which can be computed for a range of views or classes independently of the others
-LOGITS, ENTROPIES, COSINES, SIMILARITY, LOGIT_GRADIENT, PULL, RESELECT, PREDICT = range(8)
+LOGITS, COSINES, SIMILARITY, PULL, RESELECT, PREDICT = range(6)
 
 
 def run_phase(phase: int, total: int, views: Array, run: Run, scratch: Scratch, settings: Settings) -> None:
@@ -136,10 +101,10 @@ def _run_phase(
     phase: Any, total: Any, views: Any, run: Any, scratch: Any, settings: Any
 ) -> Callable[..., None]:  # numba wants the same annotations for the types here and the values below
     def single_threaded(phase: Any, total: Any, views: Any, run: Any, scratch: Any, settings: Any) -> None:
-        _phase_rows(phase, 0, total, views, run.text, run.visual, scratch, settings)
+        _phase_rows(phase, 0, total, views, run.text, run.visual, scratch, settings.numbers)
 
     def multithreaded(phase: Any, total: Any, views: Any, run: Any, scratch: Any, settings: Any) -> None:
-        _parallel_phase(phase, total, views, run.text, run.visual, scratch, settings)
+        _parallel_phase(phase, total, settings.threads, views, run.text, run.visual, scratch, settings.numbers)
 
     # by type: single-threaded code is compiled without the parallel version, in half the time
     return single_threaded if settings[Settings._fields.index("threads")] == types.none else multithreaded
@@ -147,111 +112,107 @@ def _run_phase(
 
 @parallel
 def _parallel_phase(
-    phase: int, total: int, views: Array, text: Text, visual: Visual, scratch: Scratch, settings: Settings
+    phase: int, total: int, threads: int, views: Array, text: Side, visual: Side, scratch: Scratch, numbers: Numbers
 ) -> None:
-    threads = settings.threads
     for part in prange(threads):  # its arguments may be tuples of arrays, but not of tuples
         start, stop = total * part // threads, total * (part + 1) // threads
-        before = set_threads(1)
-        _phase_rows(phase, start, stop, views, text, visual, scratch, settings)
-        set_threads(before)
+        _phase_rows(phase, start, stop, views, text, visual, scratch, numbers)
 
 
 @compiled
 def _phase_rows(
-    phase: int, start: int, stop: int, views: Array, text: Text, visual: Visual, scratch: Scratch, settings: Settings
+    phase: int, start: int, stop: int, views: Array, text: Side, visual: Side, scratch: Scratch, numbers: Numbers
 ) -> None:
-    pairs = scratch.similarity
     if phase == LOGITS:
-        matmul(N, T, views, text.vectors[start:stop], scratch.logits[:, start:stop])
-    elif phase == ENTROPIES:
+        dot_rows(views[start:stop], text.vectors, scratch.logits[start:stop])
         _view_entropies(start, stop, scratch)
     elif phase == COSINES:
         _visual_cosines(start, stop, visual, scratch)
     elif phase == SIMILARITY:
-        matmul(
-            N, N, text.vectors[start:stop], visual.columns[:, : len(text.length)], pairs[start:stop, : len(text.length)]
-        )
-    elif phase == LOGIT_GRADIENT:
-        _logit_gradient(start, stop, visual, scratch, settings)
+        for first in range(start, stop, ROWS_AT_ONCE):
+            last = min(first + ROWS_AT_ONCE, stop)
+            dot_rows(visual.vectors[first:last], text.vectors, scratch.similarity[first:last])
+            _logit_gradient(first, last, visual, scratch, numbers.sharpness)
     elif phase == PULL:
-        matmul(N, N, pairs[start:stop, : len(text.length)], visual.vectors, text.pull[start:stop])
-        matmul(T, N, pairs[:, start:stop], text.vectors, visual.pull[start:stop])
+        _pull(start, stop, text, visual, scratch)
     elif phase == RESELECT:
-        _nudge_text(start, stop, text, scratch, settings)
-        matmul(N, T, views, scratch.moved[start:stop], scratch.logits[:, start:stop])
-    else:  # visual prototypes were read last, and text prototypes are read next: both are found in the cache
-        _visual_logits(start, stop, visual, scratch, settings)
-        _add_text_logits(start, stop, text, scratch, settings)
+        _nudge(start, stop, text, scratch, numbers.lr_text, scratch.moved)
+    else:
+        _predict(start, stop, text, visual, scratch, numbers)
 
 
 @compiled
 def _view_entropies(start: int, stop: int, scratch: Scratch) -> None:
-    """Scale the products of views with prototypes in `logits` by `factor`, and compute the entropies."""
-    factor, tops, totals, entropies, prob = (
-        scratch.factor,
-        scratch.top,
-        scratch.total,
-        scratch.entropy,
-        np.empty_like(scratch.factor),
-    )
+    """Turn the products of views with prototypes in `logits` into logits, and compute the entropies."""
+    logits, tops, totals, entropies = scratch.logits, scratch.top, scratch.total, scratch.entropy
+    factor, shift, width = row_at(scratch.factor, 0), row_at(scratch.shift, 0), len(scratch.factor)
+    weighted, prob, one = np.empty(stop), np.empty_like(scratch.factor), logits.dtype.type(1)
+    # loop by loop, not view by view: a view would wait for its own sums
     for v in range(start, stop):
-        row = scratch.logits[v]
-        for c in range(len(row)):
-            row[c] *= factor[c]
-        tops[v], totals[v], entropy = softmax_entropy(row, prob)
+        row = row_at(logits, v)
+        (tops[v],) = loops.scaled((row, factor, shift, row), width, (one,))
+    for v in range(start, stop):
+        totals[v], weighted[v] = loops.softmax_sums((row_at(logits, v), row_at(prob, 0)), width, (tops[v],))
+    for v in range(start, stop):
+        entropy = log(totals[v]) - weighted[v] / totals[v]
         entropies[v] = 0 if entropy < NEGLIGIBLE else entropy
 
 
 @compiled
-def _visual_cosines(start: int, stop: int, visual: Visual, scratch: Scratch) -> None:
+def _visual_cosines(start: int, stop: int, visual: Side, scratch: Scratch) -> None:
     """Cosines of visual prototypes with the image's feature."""
     vectors, length, cosine, feature = visual.vectors, visual.length, visual.cosine, row_at(scratch.feature, 0)
     for c in range(start, stop):
-        cosine[c] = dot_at(row_at(vectors, c), feature, vectors.shape[1], length[c]) / length[c]
+        cosine[c] = dot_at((row_at(vectors, c), feature), vectors.shape[1], (length[c],))[0] / length[c]
+
+
+@row_loop(sums=1)
+def _weighted(rows: Sequence[Lanes], numbers: Sequence[Lanes], sums: Sequence[Lanes]) -> Emitted:
+    """The last row times another and a number; its dot product with the first."""
+    (other, by, row), (factor,) = rows, numbers
+    row = row * (by * factor)
+    return row, (row.fma(other, sums[0]),)
 
 
 @compiled
-def _logit_gradient(start: int, stop: int, visual: Visual, scratch: Scratch, settings: Settings) -> None:
-    """Turn products of text and visual prototypes into gradients of the alignment by its logits, over both lengths.
+def _logit_gradient(start: int, stop: int, visual: Side, scratch: Scratch, sharpness: Real) -> None:
+    """Fill rows `start` to `stop` of `gradient`, and `along` of the visual prototypes.
 
-    That is the softmax of cosines / temperature, along columns `start` to `stop` and over the seen classes, minus the
-    identity. `factor` is 1 / the text prototypes' lengths.
+    That is the softmax of cosines / temperature along a row, over the seen classes, minus the identity. `factor` is
+    1 / the text prototypes' lengths, and `shift` LOWEST for unseen classes.
     """
-    pairs, inverse, length = scratch.similarity, scratch.factor, visual.length[start:stop]
-    seen = visual.seen
-    known, width, one, zero = seen[start:stop], stop - start, inverse.dtype.type(1), inverse.dtype.type(0)
-    top, steep, own, others = np.empty((4, width), inverse.dtype)
-    top[:], others[:] = LOWEST, 0
-    for i in range(width):
-        steep[i] = settings.sharpness / length[i] if known[i] else zero
-    # row by row, in loops simple enough to be vectorised
-    for j in range(len(pairs)):
-        if seen[j]:
-            row = pairs[j, start:stop]
-            for i in range(width):
-                row[i] *= steep[i] * inverse[j]
-            for i in range(width):
-                top[i] = max(top[i], row[i])
-    for i in range(width):
-        if known[i]:
-            own[i], pairs[start + i, start + i] = exp(pairs[start + i, start + i] - top[i]), LOWEST
-    for j in range(len(pairs)):
-        if seen[j]:
-            row = pairs[j, start:stop]
-            for i in range(width):
-                row[i] = exp(row[i] - top[i])
-            for i in range(width):
-                others[i] += row[i]
-    for i in range(width):
-        if known[i]:
-            # the class's own probability minus 1, exact to the last digit even where it is nearly 1
-            pairs[start + i, start + i] = -others[i]
-            steep[i] = one / ((own[i] + others[i]) * length[i])
-    for j in range(len(pairs)):
-        row, share = pairs[j, start:stop], inverse[j] if seen[j] else zero
-        for i in range(width):
-            row[i] *= steep[i] * share
+    pairs, gradient, shift, inverse = scratch.similarity, scratch.gradient, scratch.shift, row_at(scratch.factor, 0)
+    length, along, width, top = visual.length, visual.along, len(shift), np.empty_like(visual.length)
+    one, zero = length.dtype.type(1), length.dtype.type(0)
+    for i in range(start, stop):
+        steep = sharpness / length[i] if shift[i] == 0 else zero
+        (top[i],) = loops.scaled((row_at(pairs, i), inverse, row_at(shift, 0), row_at(gradient, i)), width, (steep,))
+    for i in range(start, stop):
+        along[i], gradient[i, i] = exp(gradient[i, i] - top[i]), LOWEST
+    for i in range(start, stop):
+        others, _ = loops.softmax_sums((row_at(gradient, i),), width, (top[i],))
+        gradient[i, i] = -others  # own probability minus 1, exact to the last digit even where it is nearly 1
+        along[i] = one / ((along[i] + others) * length[i]) if shift[i] == 0 else zero
+    for i in range(start, stop):
+        (along[i],) = _weighted((row_at(pairs, i), inverse, row_at(gradient, i)), width, (along[i],))
+
+
+@row_loop(sums=0)
+def _add_product(rows: Sequence[Lanes], numbers: Sequence[Lanes], sums: Sequence[Lanes]) -> Emitted:
+    """Add the product of two rows to a third."""
+    return rows[0].fma(rows[1], rows[2]), ()
+
+
+@compiled
+def _pull(start: int, stop: int, text: Side, visual: Side, scratch: Scratch) -> None:
+    """The pull on prototypes of both sides, and `along` of the text prototypes."""
+    gradient, pairs, along, like = scratch.gradient, scratch.similarity, text.along, text.along.dtype.type(0)
+    combine_rows(gradient.T[start:stop], visual.vectors, text.pull[start:stop])
+    combine_rows(gradient[start:stop], text.vectors, visual.pull[start:stop])
+    along[start:stop], offset = 0, start * along.itemsize
+    for i in range(len(pairs)):
+        rows = row_at(pairs, i) + offset, row_at(gradient, i) + offset, row_at(along, 0) + offset
+        _add_product(rows, stop - start, (like,))
 
 
 @row_loop(sums=2)
@@ -276,41 +237,26 @@ def _moved(rows: Sequence[Lanes], numbers: Sequence[Lanes], sums: Sequence[Lanes
 
 
 @compiled
-def _nudge(
-    start: int,
-    stop: int,
-    side: Text | Visual,
-    wanted: Array,
-    scratch: Scratch,
-    rate: Real,
-    out: Array,
-    evolved: Array,
-    evolved_length: Array,
-) -> None:
-    """Nudge the prototypes whose `wanted` (C,) is above 0, and fill their `moved_length` and `moved_cosine`.
+def _nudge(start: int, stop: int, side: Side, scratch: Scratch, rate: Real, out: Array) -> None:
+    """Nudge the prototypes of some height, and fill their `moved_length`, `moved_cosine` and `evolved`.
 
-    They are written to `out` (C, D), or one after another to its only row. `evolved` (C, D), unless empty, and its
-    lengths are the next values if the image is learned from. Whether it is depends on all logits, but using a nudged
-    prototype twice is faster than computing it twice.
+    They are written to `out` (C, D), or one after another to its only row. Whether the evolved ones are used depends on
+    all logits, but using a nudged prototype twice is faster than computing it twice.
     """
-    vectors, pull, length, weight, cosine = side.vectors, side.pull, side.length, side.weight, side.cosine
-    feature, probe, moved_length, moved_cosine = (
-        scratch.feature,
-        scratch.probe,
-        scratch.moved_length,
-        scratch.moved_cosine,
-    )
+    vectors, length, pull, along, weight, cosine, height, evolved, evolved_length = side
+    feature, probe = row_at(scratch.feature, 0), row_at(scratch.probe, 0)
+    moved_length, moved_cosine = scratch.moved_length, scratch.moved_cosine
     scaled_eps, share, dim, real = scratch.scaled_eps[0], scratch.share[0], vectors.shape[1], vectors.dtype.type
     for c in range(start, stop):
-        if not wanted[c] > 0:
+        if not height[c] > 0:
             continue
-        at, to, pull_at = row_at(vectors, c), row_at(out, c % len(out)), row_at(feature, 0)
-        along, pulled = weight[c] * cosine[c], real(0)  # without a pull: the feature times 0
+        at, to, pull_at = row_at(vectors, c), row_at(out, c % len(out)), feature
+        total, pulled = weight[c] * cosine[c], real(0)  # without a pull: the feature times 0
         if len(pull):
             pull_at, pulled = row_at(pull, c), length[c]
-            along += dot_at(at, pull_at, dim, pulled)
-        numbers = pulled, weight[c], along / length[c], scaled_eps * length[c], rate
-        square, near = _nudged((at, pull_at, row_at(feature, 0), row_at(probe, 0), to), dim, numbers)
+            total += along[c]
+        numbers = pulled, weight[c], total / length[c], scaled_eps * length[c], rate
+        square, near = _nudged((at, pull_at, feature, probe, to), dim, numbers)
         moved_length[c] = max(math.sqrt(square), 1e-12)  # a zero row stays zero
         inverse = real(1) / moved_length[c]
         moved_cosine[c] = near * inverse
@@ -320,57 +266,52 @@ def _nudge(
 
 
 @compiled
-def _nudge_text(start: int, stop: int, text: Text, scratch: Scratch, settings: Settings) -> None:
-    """Nudged text prototypes and their lengths, to reselect views."""
-    _nudge(
-        start,
-        stop,
-        text,
-        text.length,
-        scratch,
-        settings.lr_text,
-        scratch.moved,
-        scratch.moved[:0],
-        scratch.moved_length,
-    )
-
-
-@compiled
-def _visual_logits(start: int, stop: int, visual: Visual, scratch: Scratch, settings: Settings) -> None:
-    """Set the logits of the probe to the contribution of the nudged visual prototypes."""
-    answer, near, height, beta = scratch.answer, scratch.moved_cosine, visual.height, settings.beta
-    out, one = np.empty((1, len(scratch.probe)), near.dtype), near.dtype.type(1)
-    _nudge(start, stop, visual, height, scratch, settings.lr_visual, out, out[:0], near)
+def _predict(start: int, stop: int, text: Side, visual: Side, scratch: Scratch, numbers: Numbers) -> None:
+    """Logits of the probe from nudged prototypes, and the next values of the text prototypes."""
+    answer, near, evolved, one = scratch.answer, scratch.moved_cosine, text.evolved, scratch.answer.dtype.type(1)
+    out = np.empty((1, len(scratch.probe)), near.dtype)
+    # visual prototypes were read last, and text prototypes are read next: both are found in the cache
+    _nudge(start, stop, visual, scratch, numbers.lr_visual, out)
     for c in range(start, stop):
-        answer[c] = height[c] * exp(beta * (near[c] - one)) if height[c] > 0 else 0
-
-
-@compiled
-def _add_text_logits(start: int, stop: int, text: Text, scratch: Scratch, settings: Settings) -> None:
-    """Add the contribution of the nudged text prototypes to the logits of the probe, and compute their next values."""
-    answer, near, scale, one = scratch.answer, scratch.moved_cosine, settings.scale, scratch.answer.dtype.type(1)
-    out, evolved, evolved_length = np.empty((1, len(scratch.probe)), near.dtype), text.evolved, text.evolved_length
-    _nudge(start, stop, text, text.length, scratch, settings.lr_text, out, evolved, evolved_length)
+        answer[c] = visual.height[c] * exp(numbers.beta * (near[c] - one)) if visual.height[c] > 0 else 0
+    _nudge(start, stop, text, scratch, numbers.lr_text, out)
     for c in range(start, stop):
-        answer[c] += scale * near[c]
-    if settings.renormalises and len(evolved):
+        answer[c] += text.height[c] * near[c]
+    if numbers.renormalises and len(evolved):
         for c in range(start, stop):
-            inverse = one / evolved_length[c]
+            inverse = one / text.evolved_length[c]
             for d in range(evolved.shape[1]):
                 evolved[c, d] *= inverse
-            evolved_length[c] = length_at(evolved, c)
+            text.evolved_length[c] = length_at(evolved, c)
+
+
+@row_loop(sums=0)
+def _add(rows: Sequence[Lanes], numbers: Sequence[Lanes], sums: Sequence[Lanes]) -> Emitted:
+    """Add a multiple of a row to another."""
+    return rows[0].fma(numbers[0], rows[1]), ()
+
+
+@row_loop(sums=0)
+def _add_exp(rows: Sequence[Lanes], numbers: Sequence[Lanes], sums: Sequence[Lanes]) -> Emitted:
+    """Add a multiple of exp(a row - top) to another."""
+    (row, total), (top, factor) = rows, numbers
+    return (row - top).exp().fma(factor, total), ()
+
+
+@row_loop(sums=2, double=True)
+def _vote_sums(rows: Sequence[Lanes], numbers: Sequence[Lanes], sums: Sequence[Lanes]) -> Emitted:
+    """The sum of probabilities, and of probabilities times their logarithms."""
+    prob = rows[0]
+    return None, (sums[0] + prob.double(), sums[1] + (prob * prob.log()).double())
 
 
 @compiled
-def confident(views: Array, length: Array, run: Run, scratch: Scratch, settings: Settings, feature: Array) -> float:
-    """Average the views (V, D) of lowest entropy into `feature` (D,) and `scratch.logit`; their marginal entropy.
-
-    `scratch.logits` holds their products with prototypes of these lengths (C,).
-    """
-    logit, votes, entropies = scratch.logit, scratch.prob, scratch.entropy
-    for c in range(len(length)):
-        scratch.factor[c] = settings.scale / length[c]
-    run_phase(ENTROPIES, len(views), views, run, scratch, settings)
+def confident(views: Array, run: Run, scratch: Scratch, settings: Settings, feature: Array) -> float:
+    """Average the views (V, D) of lowest entropy into `feature` (D,) and `scratch.logit`; their marginal entropy."""
+    logit, votes, entropies, text = scratch.logit, scratch.prob, scratch.entropy, run.text
+    for c in range(len(logit)):
+        scratch.factor[c], scratch.shift[c] = text.height[c] / text.length[c], 0
+    run_phase(LOGITS, len(views), views, run, scratch, settings)
     part = logit.dtype.type(1 / settings.keep)
     feature[:], logit[:], votes[:] = 0, 0, 0
     for _ in range(settings.keep):
@@ -379,26 +320,19 @@ def confident(views: Array, length: Array, run: Run, scratch: Scratch, settings:
             if entropies[v] < entropies[best]:
                 best = v
         entropies[best] = np.inf
-        row, view, top, vote = scratch.logits[best], views[best], scratch.top[best], part / scratch.total[best]
-        for c in range(len(row)):
-            logit[c] += row[c] * part
-            votes[c] += exp(row[c] - top) * vote
-        for d in range(len(view)):
-            feature[d] += view[d] * part
-    for c in range(len(votes)):
-        scratch.factor[c] = log(votes[c])
+        row = row_at(scratch.logits, best)
+        _add((row, row_at(logit, 0)), len(logit), (part,))
+        _add((row_at(views, best), row_at(feature, 0)), len(feature), (part,))
+        _add_exp((row, row_at(votes, 0)), len(votes), (scratch.top[best], part / scratch.total[best]))
     # normalised: the rounding error of the total could be as large as a small entropy
-    total, weighted = loops.weighted_sums(votes, scratch.factor, part - part)
+    total, weighted = _vote_sums((row_at(votes, 0),), len(votes), (part,))
     return math.log(total) - weighted / total
 
 
 @compiled
-def set_visual(label: int, mean: Array, run: Run) -> None:
+def set_visual(label: int, mean: Array, visual: Side) -> None:
     """Set the visual prototype of a class to `mean` (D,)."""
-    visual = run.visual
     visual.vectors[label] = mean
-    for d in range(len(visual.columns)):
-        visual.columns[d, label] = mean[d]
     visual.length[label] = length_at(visual.vectors, label)
 
 
@@ -408,16 +342,11 @@ def enqueue(label: int, price: Real, run: Run, feature: Array, alpha: Real) -> b
 
     The class's visual prototype is updated.
     """
-    if not loops.push(run.keys, run.cost, label, feature, price):
+    if loops.push(run.keys, run.cost, label, feature, price) < 0:
         return False
-    row, count, mean = run.keys[label], loops.filled(run.cost[label]), np.empty_like(feature)
-    for d in range(len(feature)):
-        total = feature.dtype.type(0)
-        for m in range(count):
-            total += row[m, d]
-        mean[d] = total / count
-    set_visual(label, mean, run)
-    run.visual.seen[label], run.visual.height[label], run.stale[0] = True, alpha, True
+    count = loops.filled(run.cost[label])
+    set_visual(label, run.keys[label, :count].sum(0) / feature.dtype.type(count), run.visual)
+    run.seen[label], run.visual.height[label], run.stale[0] = True, alpha, True
     return True
 
 
@@ -427,59 +356,58 @@ def slopes(views: Array, run: Run, scratch: Scratch, settings: Settings) -> None
 
     Both sides are filled, in units in which the alignment, if any, has weight 1.
     """
-    text, visual, log_p, real = run.text, run.visual, scratch.prob, scratch.prob.dtype.type
-    gain = real(settings.align_weight / max(1, visual.seen.sum())) if settings.align_weight > 0 else real(1)
-    steepness, scratch.scaled_eps[0] = settings.entropy_weight / gain, settings.eps / gain
+    text, visual, numbers, log_p = run.text, run.visual, settings.numbers, scratch.answer
+    real = log_p.dtype.type
+    gain = real(numbers.align_weight / max(1, run.seen.sum())) if numbers.align_weight > 0 else real(1)
+    steepness, scratch.scaled_eps[0] = numbers.entropy_weight / gain, numbers.eps / gain
     run_phase(COSINES, len(log_p), views, run, scratch, settings)
     for c in range(len(log_p)):
-        text.cosine[c] = scratch.logit[c] / settings.scale
-        visual.weight[c] = visual.height[c] * exp(settings.beta * (visual.cosine[c] - real(1)))
+        text.cosine[c] = scratch.logit[c] / text.height[c]
+        visual.weight[c] = visual.height[c] * exp(numbers.beta * (visual.cosine[c] - real(1)))
         log_p[c] = scratch.logit[c] + visual.weight[c]
-    top, total, entropy = softmax_entropy(log_p, scratch.factor)
+    top, total, entropy = loops.softmax_entropy(log_p, scratch.factor)
     log_sum_exp = top + math.log(total)
     for c in range(len(log_p)):
         log = log_p[c] - log_sum_exp
         slope = exp(log) * (-entropy - log) * steepness
         if abs(slope) < NEGLIGIBLE:
             slope = 0.0
-        text.weight[c] = settings.scale * slope
-        visual.weight[c] *= settings.beta * slope
+        text.weight[c] = text.height[c] * slope
+        visual.weight[c] *= numbers.beta * slope
 
 
 @compiled
 def align(views: Array, run: Run, scratch: Scratch, settings: Settings) -> None:
     """Recompute the pull of the alignment: three products of C x C x D."""
-    classes, one = len(scratch.factor), scratch.factor.dtype.type(1)
-    run_phase(SIMILARITY, classes, views, run, scratch, settings)
+    classes, one = len(run.seen), scratch.factor.dtype.type(1)
     for c in range(classes):
-        scratch.factor[c] = one / run.text.length[c]
-    run_phase(LOGIT_GRADIENT, classes, views, run, scratch, settings)
+        scratch.factor[c], scratch.shift[c] = one / run.text.length[c], 0 if run.seen[c] else LOWEST
+    run_phase(SIMILARITY, classes, views, run, scratch, settings)
     run_phase(PULL, classes, views, run, scratch, settings)
     run.stale[0] = False
 
 
 @compiled
-def swap_evolved(text: Text) -> Text:
-    """The evolved text prototypes. They swap buffers with the previous ones, which are overwritten next."""
-    return Text(text.evolved, text.evolved_length, text.pull, text.weight, text.cosine, text.vectors, text.length)
+def _with_text(run: Run, vectors: Array, length: Array) -> Run:
+    """The run with other text prototypes; the present ones are the evolved ones of the result, to be overwritten."""
+    present, present_length, pull, along, weight, cosine, height, _, _ = run.text
+    text = Side(vectors, length, pull, along, weight, cosine, height, present, present_length)
+    return Run(text, run.visual, run.seen, run.keys, run.cost, run.updates, run.stale)
 
 
 @compiled
-def with_scratch_pull(run: Run, scratch: Scratch) -> Run:
-    """The run with scratch buffers for its alignment pull."""
-    t, v = run.text, run.visual
-    text = Text(t.vectors, t.length, scratch.text_pull, t.weight, t.cosine, t.evolved, t.evolved_length)
-    visual = Visual(v.vectors, v.length, scratch.visual_pull, v.weight, v.cosine, v.columns, v.height, v.seen)
-    return Run(text, visual, run.keys, run.cost, run.updates, run.stale)
+def _with_pull(side: Side, pull: Array, along: Array) -> Side:
+    """One side with other buffers for its alignment pull."""
+    vectors, length, _, _, weight, cosine, height, evolved, evolved_length = side
+    return Side(vectors, length, pull, along, weight, cosine, height, evolved, evolved_length)
 
 
 @compiled
 def step(views: Array, run: Run, scratch: Scratch, settings: Settings) -> tuple[bool, bool]:
     """Fill `scratch.answer` for an image's views (V, D); whether a queue accepted it, and whether the text evolves."""
     # which queue the image belongs to, and how confidently
-    classes = len(scratch.logit)
-    run_phase(LOGITS, classes, views, run, scratch, settings)
-    entropy = confident(views, run.text.length, run, scratch, settings, scratch.feature)
+    classes, numbers = len(scratch.logit), settings.numbers
+    entropy = confident(views, run, scratch, settings, scratch.feature)
     label, visual, current = 0, run.visual, run
     for c in range(classes):
         if scratch.logit[c] > scratch.logit[label]:
@@ -487,44 +415,49 @@ def step(views: Array, run: Run, scratch: Scratch, settings: Settings) -> tuple[
 
     # evolve the visual prototypes; a peek restores what it changes
     keys, cost, mean = run.keys[label].copy(), run.cost[label].copy(), visual.vectors[label].copy()
-    height, seen, stale = visual.height[label], visual.seen[label], run.stale[0]
-    taken = enqueue(label, cost.dtype.type(entropy * settings.per_nat), run, scratch.feature, settings.alpha)
+    height, seen, stale = visual.height[label], run.seen[label], run.stale[0]
+    taken = enqueue(label, cost.dtype.type(entropy * numbers.per_nat), run, scratch.feature, numbers.alpha)
     if taken and settings.peeking:
-        current = with_scratch_pull(run, scratch)
+        text = _with_pull(run.text, scratch.pull[0], scratch.along[0])
+        visual = _with_pull(run.visual, scratch.pull[1], scratch.along[1])
+        current = Run(text, visual, run.seen, run.keys, run.cost, run.updates, run.stale)
 
     # prototype residual learning
     slopes(views, current, scratch, settings)
-    if current.stale[0] and settings.align_weight > 0:
+    if current.stale[0] and numbers.align_weight > 0:
         align(views, current, scratch, settings)
     scratch.probe[:] = views[0]
     if len(scratch.moved):  # views are reselected
         run_phase(RESELECT, classes, views, current, scratch, settings)
-        confident(views, scratch.moved_length, current, scratch, settings, scratch.probe)
+        moved = _with_text(current, scratch.moved, scratch.moved_length)
+        confident(views, moved, scratch, settings, scratch.probe)
 
     # the logits of the probe; if they are confident enough, the text prototypes evolve
-    scratch.share[0] = settings.share
-    if settings.share < 0:
-        scratch.share[0] = 1 / (run.updates[0] + settings.prompt_count + 1)
+    scratch.share[0] = numbers.share
+    if numbers.share < 0:
+        scratch.share[0] = 1 / (run.updates[0] + numbers.prompt_count + 1)
     run_phase(PREDICT, classes, views, current, scratch, settings)
-    entropy = softmax_entropy(scratch.answer, scratch.factor)[2]
-    evolves = settings.evolves and (entropy * settings.per_nat < settings.threshold) == settings.keeps_below
+    entropy = loops.softmax_entropy(scratch.answer, scratch.factor)[2]
+    confident_enough = (entropy * numbers.per_nat < numbers.threshold) == (numbers.keeps_below > 0)
+    evolves = numbers.evolves > 0 and confident_enough and not settings.peeking
     if settings.peeking and taken:
         run.keys[label], run.cost[label], run.stale[0] = keys, cost, stale
-        visual.height[label], visual.seen[label] = height, seen
-        set_visual(label, mean, run)
-    return taken and not settings.peeking, evolves and not settings.peeking
+        visual.height[label], run.seen[label] = height, seen
+        set_visual(label, mean, visual)
+    return taken and not settings.peeking, evolves
 
 
 @compiled
 def scan(stream: Array, run: Run, scratch: Scratch, settings: Settings, logits: Array, learned: Array) -> None:
     """Step through N images (N, V, D), filling `logits` (N, C) and `learned` (N,): whether each was learned from.
 
-    After an odd number of evolutions the text prototypes are in `run.text.evolved`.
+    Text prototypes that evolve swap buffers with the evolved ones: after an odd number of times the text prototypes
+    are in `run.text.evolved`.
     """
     for n in range(len(stream)):
         taken, evolves = step(stream[n], run, scratch, settings)
         if evolves:
             run.updates[0] += 1
             run.stale[0] = True
-            run = Run(swap_evolved(run.text), run.visual, run.keys, run.cost, run.updates, run.stale)
+            run = _with_text(run, run.text.evolved, run.text.evolved_length)
         logits[n], learned[n] = scratch.answer, taken or evolves

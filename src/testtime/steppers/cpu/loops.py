@@ -9,21 +9,20 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
-from numba import config, get_num_threads, njit, set_num_threads, types
-from numba.extending import overload
+from numba import config, get_num_threads, njit, set_num_threads
 from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
 from testtime.machine.capture import warn_once
 from testtime.ops import NEGLIGIBLE
 from testtime.steppers import ALIGNMENT, aligned, dummy_views
-from testtime.steppers.cpu.lanes import Emitted, Lanes, fma, row_loop
+from testtime.steppers.cpu.lanes import LOWEST, Emitted, Lanes, row_loop
 from testtime.types import Task
 
 Array = NDArray[Any]
@@ -79,10 +78,10 @@ def threads(count: int) -> Iterator[None]:
             set_num_threads(before)
 
 
-def empty_aligned(*shape: int, dtype: DTypeLike) -> Array:
-    """An uninitialised array aligned to a cache line: products of some sizes are half as fast again."""
+def zeros_aligned(*shape: int, dtype: DTypeLike) -> Array:
+    """An array of zeros aligned to a cache line: vectors that straddle two lines are slower to load."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
-    memory = np.empty(size + CACHE_LINE, np.uint8)
+    memory = np.zeros(size + CACHE_LINE, np.uint8)
     start = -memory.ctypes.data % CACHE_LINE
     return memory[start : start + size].view(dtype).reshape(shape)
 
@@ -96,7 +95,7 @@ def cast(value: float, real: type[Precision]) -> Precision:
 def to_array(tensor: Tensor) -> Array:
     """A writable, aligned copy of a tensor as an array."""
     numbers = tensor.detach().numpy()
-    array = empty_aligned(*numbers.shape, dtype=numbers.dtype)
+    array = zeros_aligned(*numbers.shape, dtype=numbers.dtype)
     array[...] = numbers
     return array
 
@@ -138,106 +137,6 @@ class ByImage:
         raise NotImplementedError
 
 
-def _layout(kind: types.Type) -> tuple[bool, Any, Any, Any]:  # numpy's stubs cannot type `view` by these
-    """Layout of a float type: whether it is single, its type, the integer type of its size, its mantissa bits."""
-    single = kind == types.float32
-    real, integer = (np.float32, np.int32) if single else (np.float64, np.int64)
-    return single, real, integer, integer(23 if single else 52)
-
-
-def _ln2(real: type[Real]) -> tuple[Real, Real]:
-    """ln 2 in two parts, the first with so few bits that an integer times it is exact."""
-    single = real is np.float32
-    high = 0.693359375 if single else 0.693145751953125
-    return real(high), real(-2.12194440054690583e-4 if single else 1.42860682030941723212e-6)
-
-
-def exp(x: float) -> float:
-    """e to the power of x <= 80, to the last two digits; 0 where that is far below rounding error next to 1.
-
-    numba's own is scalar; this one is vectorised. And denormals, which results below rounding error can be, would slow
-    down products thirty times.
-    """
-    raise NotImplementedError("for compiled loops")
-
-
-@overload(exp, jit_options={"error_model": "numpy"})
-def _exp(x: Any) -> Callable[[Any], Real]:  # numba wants one annotation for the type here and the number below
-    # 2**n times a polynomial in the remainder
-    single, real, integer, mantissa_bits = _layout(x)
-    high, low = _ln2(real)
-    lowest = real(-64.0 if single else -600.0)
-    bias = integer(127 if single else 1023)
-    per_ln2 = real(1 / math.log(2))
-    series = tuple(real(1 / math.factorial(k)) for k in range(7 if single else 13, -1, -1))
-
-    def of(x: Any) -> Real:
-        n = np.floor(fma(x, per_ln2, real(0.5)))
-        r = fma(n, -low, fma(n, -high, x))
-        p = series[0]
-        for k in range(1, len(series)):
-            p = fma(p, r, series[k])
-        power = integer((integer(n) + bias) << mantissa_bits).view(real)
-        return p * power if x > lowest else (real(0) if x <= lowest else x)
-
-    return of
-
-
-def log(x: float) -> float:
-    """The natural logarithm of x, to the last two digits; finite for 0 and denormals.
-
-    Vectorised like `exp`, where numba's own is scalar.
-    """
-    raise NotImplementedError("for compiled loops")
-
-
-@overload(log, jit_options={"error_model": "numpy"})
-def _log(x: Any) -> Callable[[Any], Real]:  # as for `_exp`
-    # x = m 2**n with m between the roots of 1/2 and 2; log m = 2 atanh s with s = (m - 1) / (m + 1)
-    single, real, integer, mantissa_bits = _layout(x)
-    high, low = _ln2(real)
-    middle = np.array(math.sqrt(0.5), real).view(integer)[()]
-    series = tuple(real(2 / k) for k in range(11 if single else 23, 0, -2))
-
-    def of(x: Any) -> Real:
-        bits = real(x).view(integer)
-        n = (bits - middle) >> mantissa_bits
-        m = integer(bits - (n << mantissa_bits)).view(real)
-        s = (m - real(1)) / (m + real(1))
-        square, p = s * s, series[0]
-        for k in range(1, len(series)):
-            p = fma(p, square, series[k])
-        return fma(real(n), high, fma(real(n), low, p * s))
-
-    return of
-
-
-def largest(row: Array) -> Real:
-    """The largest number of a row; undefined if it contains NaN."""
-    raise NotImplementedError("for compiled loops")
-
-
-@overload(largest)
-def _largest(row: Any) -> Callable[[Any], Real]:  # as for `_exp`
-    # as integers of the same order: such a loop is vectorised, one over floats is not
-    single, real, integer, _ = _layout(row.dtype)
-    sign, magnitude = (integer(31), integer(2**31 - 1)) if single else (integer(63), integer(2**63 - 1))
-
-    def of(row: Any) -> Real:
-        bits, top = row.view(integer), integer(-1) - magnitude
-        for c in range(len(bits)):
-            number = bits[c]
-            top = max(top, number ^ ((number >> sign) & magnitude))
-        return integer(top ^ ((top >> sign) & magnitude)).view(real)
-
-    return of
-
-
-@row_loop(sums=1)
-def _dot(rows: Sequence[Lanes], numbers: Sequence[Lanes], sums: Sequence[Lanes]) -> Emitted:
-    return None, (rows[0].fma(rows[1], sums[0]),)
-
-
 @compiled
 def row_at(rows: Array, index: int) -> np.intp:
     """The address of a row of a matrix; of a vector, with index 0.
@@ -247,16 +146,17 @@ def row_at(rows: Array, index: int) -> np.intp:
     return np.intp(rows.ctypes.data) + index * rows.strides[0]
 
 
-@compiled
-def dot_at(one: int, other: int, count: int, like: Real) -> Real:
-    """The dot product of two vectors of `count` numbers at two addresses, in the precision of `like`."""
-    return _dot((one, other), count, (like,))[0]
+@row_loop(sums=1)
+def dot_at(rows: Sequence[Lanes], numbers: Sequence[Lanes], sums: Sequence[Lanes]) -> Emitted:
+    """The dot product of two rows."""
+    return None, (rows[0].fma(rows[1], sums[0]),)
 
 
 @compiled
 def dot(one: Array, other: Array) -> Real:
     """The dot product of two vectors; non-contiguous ones are rejected at compile time."""
-    return dot_at(row_at(one.reshape(1, -1), 0), row_at(other.reshape(1, -1), 0), len(one), one.dtype.type(0))
+    rows = row_at(one.reshape(1, -1), 0), row_at(other.reshape(1, -1), 0)
+    return dot_at(rows, len(one), (one.dtype.type(0),))[0]
 
 
 @compiled
@@ -269,31 +169,26 @@ def length_of(square: Real) -> float:
 def length_at(rows: Array, index: int) -> float:
     """The length of a row of a matrix; 1 for a zero row."""
     row = row_at(rows, index)
-    return length_of(dot_at(row, row, rows.shape[1], rows.dtype.type(0)))
+    return length_of(dot_at((row, row), rows.shape[1], (rows.dtype.type(0),))[0])
 
 
-@compiled
-def lengths(rows: Array) -> Array:
-    """The lengths (C,) of the rows of a matrix; 1 for a zero row."""
-    out = np.empty(len(rows), rows.dtype)
-    for c in range(len(rows)):
-        out[c] = length_at(rows, c)
-    return out
+@row_loop(sums=1, start=LOWEST, combine=Lanes.max)
+def scaled(rows: Sequence[Lanes], numbers: Sequence[Lanes], tops: Sequence[Lanes]) -> Emitted:
+    """A row times another and a number, plus a third row; the largest number."""
+    (row, by, plus, _), (factor,) = rows, numbers
+    value = row.fma(by * factor, plus)
+    return value, (tops[0].max(value),)
 
 
 @row_loop(sums=2, double=True)
-def _weighted_sums(rows: Sequence[Lanes], numbers: Sequence[Lanes], sums: Sequence[Lanes]) -> Emitted:
-    (prob, value), (top,) = rows, numbers
-    return None, (sums[0] + prob.double(), sums[1] + (prob * (value - top)).double())
+def softmax_sums(rows: Sequence[Lanes], numbers: Sequence[Lanes], sums: Sequence[Lanes]) -> Emitted:
+    """exp(a row - top); its sum, and that of exp(a row - top) (a row - top).
 
-
-@compiled
-def weighted_sums(probs: Array, values: Array, top: Real) -> tuple[float, float]:
-    """The sum of probabilities (C,), and of probabilities times (values - `top`); both in double.
-
-    If one class has nearly all the probability, the entropy is a small difference.
+    In double: if one class has nearly all the probability, the entropy is a small difference.
     """
-    return _weighted_sums((row_at(probs, 0), row_at(values, 0)), len(probs), (top,))
+    below = rows[0] - numbers[0]
+    prob = below.exp()
+    return prob, (sums[0] + prob.double(), sums[1] + (prob * below).double())
 
 
 @compiled
@@ -302,10 +197,8 @@ def softmax_entropy(logits: Array, prob: Array) -> tuple[Real, float, float]:
 
     `prob` (C,) is a scratch buffer.
     """
-    top = largest(logits)
-    for c in range(len(logits)):
-        prob[c] = exp(logits[c] - top)
-    total, weighted = weighted_sums(prob, logits, top)
+    top = logits.max()
+    total, weighted = softmax_sums((row_at(logits, 0), row_at(prob, 0)), len(logits), (top,))
     return top, total, math.log(total) - weighted / total
 
 
@@ -334,15 +227,15 @@ def shift_from(rows: Array, slot: int) -> None:
 
 
 @compiled
-def push(keys: Array, cost: Array, label: int, feature: Array, price: float) -> bool:
-    """Offer one feature (D,) to a bank's row, like `bank.push`; whether it was accepted."""
+def push(keys: Array, cost: Array, label: int, feature: Array, price: float) -> int:
+    """Offer one feature (D,) to a bank's row, like `bank.push`; the slot that it was given, or -1."""
     price = flush_negligible(price)
     slot = insertion_slot(cost[label], price)
     if slot >= 0:
         shift_from(cost[label], slot)
         shift_from(keys[label], slot)
         cost[label, slot], keys[label, slot] = price, feature
-    return slot >= 0
+    return slot
 
 
 @compiled

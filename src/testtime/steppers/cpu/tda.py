@@ -2,7 +2,7 @@
 
 Optimisations over `methods.tda`, which reads like the paper:
 
-- a cache that accepts an image changes one row, in slot;
+- a cache that accepts an image changes one row, in place;
 - the classes that a negative item lowers are listed when it is added. Each has a probability above `neg_mask_lower`, so
   there are few of them, and a query does not read C numbers for each of the C x M items;
 - empty slots are skipped.
@@ -24,30 +24,9 @@ from torch import Tensor
 from testtime import ops
 from testtime.bank import Bank
 from testtime.methods.tda import TDA, State
-from testtime.steppers.cpu.loops import (
-    Array,
-    ByImage,
-    Real,
-    cast,
-    compiled,
-    dot,
-    filled,
-    flush_negligible,
-    insertion_slot,
-    push,
-    rows_restored,
-    shift_from,
-    to_array,
-    to_tensor,
-)
+from testtime.steppers.cpu import loops
+from testtime.steppers.cpu.loops import Array, ByImage, Real, cast, compiled, dot, filled, push, to_array, to_tensor
 from testtime.types import Task
-
-
-class Positive(NamedTuple):
-    """The positive cache: what images are."""
-
-    keys: Array  # (C, M, D)
-    cost: Array  # (C, M)
 
 
 class Negative(NamedTuple):
@@ -60,24 +39,14 @@ class Negative(NamedTuple):
     lengths: Array  # (C, M) how many there are
 
 
-class Numbers(NamedTuple):
-    """A method's settings in the task's precision."""
-
-    pos_alpha: Real
-    pos_beta: Real
-    neg_alpha: Real
-    neg_beta: Real
-    neg_mask_lower: Real
-    neg_mask_upper: Real
-
-
 class Stepper(ByImage):
     """S runs of TDA over one stream; see `steppers.Stepper`."""
 
     def __init__(self, task: Task, methods: Sequence[TDA], states: Sequence[State]) -> None:
         self.task, self.methods = task, methods
         real = task.text.numpy().dtype.type
-        self.numbers = [Numbers(*(cast(getattr(method, name), real) for name in Numbers._fields)) for method in methods]
+        pairs = ("pos_alpha", "pos_beta"), ("neg_alpha", "neg_beta"), ("neg_mask_lower", "neg_mask_upper")
+        self.numbers = [[[cast(getattr(method, name), real) for name in pair] for pair in pairs] for method in methods]
         self.restore(states)
 
     def _step(self, views: Tensor, peeking: bool) -> tuple[Tensor, list[bool]]:
@@ -96,16 +65,16 @@ class Stepper(ByImage):
         learned = []
         for s, row in enumerate(logits.numpy()):
             changing = (*self.positive[s], *self.negative[s]) if peeking else ()
-            with rows_restored(changing, label):
+            with loops.rows_restored(changing, label):
                 # 2. offer it to its class's positive cache, and if it is moderately uncertain to the negative one
-                numbers = self.numbers[s]
-                taken = push(*self.positive[s], *offer[:3])
+                raising, lowering, bounds = self.numbers[s]
+                taken = push(*self.positive[s], *offer[:3]) >= 0
                 if moderate[s]:
-                    taken |= push_negative(self.negative[s], *offer, numbers.neg_mask_lower, numbers.neg_mask_upper)
+                    taken |= push_negative(self.negative[s], *offer, *bounds)
                 learned.append(taken)
                 # 3. zero-shot logits, raised by the positive cache and lowered by the negative one
-                add(*self.positive[s], offer[1], numbers.pos_alpha, numbers.pos_beta, row)
-                subtract(self.negative[s], offer[1], numbers.neg_alpha, numbers.neg_beta, row)
+                add(*self.positive[s], offer[1], *raising, row)
+                subtract(self.negative[s], offer[1], *lowering, row)
         return logits, learned
 
     def snapshot(self) -> list[State]:
@@ -115,20 +84,20 @@ class Stepper(ByImage):
         ]
 
     def restore(self, states: Sequence[State]) -> None:
-        self.positive = [Positive(*map(to_array, state.positive)) for state in states]
-        self.negative = [_negative(*pair) for pair in zip(states, self.numbers, strict=True)]
+        self.positive = [[*map(to_array, state.positive)] for state in states]  # keys (C, M, D), cost (C, M)
+        self.negative = [_negative(state, *bounds) for state, (*_, bounds) in zip(states, self.numbers, strict=True)]
 
 
-def _negative(state: State, numbers: Numbers) -> Negative:
+def _negative(state: State, lower: Real, upper: Real) -> Negative:
     """A negative cache with the lists of classes that its items lower."""
-    lower, upper = numbers.neg_mask_lower, numbers.neg_mask_upper
     probs = to_array(state.negative_prob)
     classes, slots, _ = probs.shape
     lengths = ((lower < probs) & (probs < upper)).sum(2)
     # at most 1 / lower classes can be above `lower`, up to the rounding of their sum
     longest = min(classes, int(1.01 / lower) + 1) if lower > 0 else classes
     possible = np.zeros((classes, slots, lengths.max(initial=longest)), np.int32)  # a saved state may contain anything
-    list_all(probs, lower, upper, possible)
+    for item in np.ndindex(classes, slots):
+        list_possible(probs[item], lower, upper, possible[item])
     keys, cost = map(to_array, state.negative)
     return Negative(keys, cost, probs, possible, lengths)
 
@@ -145,27 +114,16 @@ def list_possible(prob: Array, lower: float, upper: float, possible: Array) -> i
 
 
 @compiled
-def list_all(probs: Array, lower: float, upper: float, possible: Array) -> None:
-    """`list_possible` for every item (C, M) of a cache."""
-    for c in range(probs.shape[0]):
-        for m in range(probs.shape[1]):
-            list_possible(probs[c, m], lower, upper, possible[c, m])
-
-
-@compiled
 def push_negative(
     cache: Negative, label: int, feature: Array, price: float, prob: Array, lower: float, upper: float
 ) -> bool:
     """`push` for a negative cache, whose items also store probabilities (C,) and the classes between the bounds."""
-    price = flush_negligible(price)
-    slot = insertion_slot(cache.cost[label], price)
+    slot = push(cache.keys, cache.cost, label, feature, price)
     if slot >= 0:
-        shift_from(cache.cost[label], slot)
-        shift_from(cache.keys[label], slot)
-        shift_from(cache.probs[label], slot)
-        shift_from(cache.possible[label], slot)
-        shift_from(cache.lengths[label], slot)
-        cache.cost[label, slot], cache.keys[label, slot], cache.probs[label, slot] = price, feature, prob
+        loops.shift_from(cache.probs[label], slot)
+        loops.shift_from(cache.possible[label], slot)
+        loops.shift_from(cache.lengths[label], slot)
+        cache.probs[label, slot] = prob
         cache.lengths[label, slot] = list_possible(prob, lower, upper, cache.possible[label, slot])
     return slot >= 0
 

@@ -21,7 +21,7 @@ from testtime.types import Task
 
 
 class Stepper(ByImage):
-    """S runs of TPS inverse one stream; see `steppers.Stepper`."""
+    """S runs of TPS over one stream; see `steppers.Stepper`."""
 
     def __init__(self, task: Task, methods: Sequence[TPS], states: Sequence[State]) -> None:
         self.task, self.methods, self.text = task, methods, task.text.numpy()

@@ -19,7 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from torch import Tensor
 from testtime import ops
 from testtime.bank import Bank
 from testtime.machine.capture import reason, warn_once
-from testtime.methods.base import Nested, leaves
+from testtime.methods.base import leaves
 from testtime.methods.dpe import DPE, State
 from testtime.steppers import fast
 from testtime.steppers.gpu import graph
@@ -45,7 +46,7 @@ TILES: dict[str, dict[str, int]] = {
     "view_logits": {"VIEWS": 32, "CLASSES": 16, "DEPTH": 128, "num_warps": 4, "num_stages": 3},
     "choose": {"PART": 128, "num_warps": 4},
     "rows": {"CELLS": 2048, "num_warps": 4},  # normalise, push, answer and evolve
-    "similarity": {"ROWS": 64, "COLUMNS": 64, "DEPTH": 64, "SPLIT": 1, "num_warps": 4, "num_stages": 3},
+    "similarity": {"ROWS": 64, "COLUMNS": 64, "DEPTH": 64, "num_warps": 4, "num_stages": 3},
     "logit_gradient": {"ROWS": 2, "COLUMNS": 1024, "num_warps": 4},
     "pull": {"ROWS": 128, "COLUMNS": 128, "DEPTH": 32, "SPLIT": 2, "num_warps": 8, "num_stages": 4},
 }
@@ -54,7 +55,6 @@ SMALL: dict[str, dict[str, int]] = {
     "view_logits": {"CLASSES": 32},
     "choose": {"num_warps": 2},
     "rows": {"CELLS": 512, "num_warps": 1},
-    "similarity": {"SPLIT": 1},
     "logit_gradient": {"ROWS": 8},
     "pull": {"ROWS": 64, "SPLIT": 1, "num_warps": 4, "num_stages": 2},
 }
@@ -81,16 +81,6 @@ class Stepper(graph.Stepper):
         return super()._make_body(views)
 
 
-class Stacked(NamedTuple):
-    """The states of S runs."""
-
-    text: Tensor  # (S, C, D)
-    updates: Tensor  # (S,)
-    keys: Tensor  # (S, C, M, D)
-    cost: Tensor  # (S, C, M)
-    visual: Tensor  # (S, C, D)
-
-
 def scratch_bytes(task: Task) -> int:
     """Bytes of a run's buffers beside its state, except those that depend on the number of views."""
     tall, wide, split = _round_up(task.classes, PAD), _round_up(task.dim, PAD), TILES["pull"]["SPLIT"]
@@ -100,193 +90,117 @@ def scratch_bytes(task: Task) -> int:
 
 
 class Kernels:
-    """Steps of S methods side by side, for images with this many views: what `graph.Stepper` captures."""
+    """Steps of S methods side by side, for images with this many views: what `graph.Stepper` captures.
+
+    The arguments of a kernel are the attributes of the same names; an attribute with a shape is a buffer for all runs.
+    """
 
     def __init__(self, methods: Sequence[DPE], task: Task, views: int) -> None:
         from testtime.steppers.gpu import dpe_alignment, dpe_kernels
 
         self.kernels, self.alignment = dpe_kernels, dpe_alignment
-        self.method, self.runs = methods[0], len(methods)  # all agree with the first in `fast.DPE_TOGETHER`
-        self.task = task
-        state = self.state = Stacked(*map(torch.stack, zip(*(leaves(m.init(task)) for m in methods), strict=True)))
-        self.answer = task.text.new_zeros(self.runs, task.classes)
-        self.learned = torch.zeros(self.runs, dtype=torch.int32, device=task.text.device)
-        self.count, self.keep = views, ops.kept(views, self.method.selection)
-        numbers = fast.numbers(task, methods)
-        self.numbers = task.text.new_tensor(list(zip(*numbers, strict=True)))  # (S, K)
+        method, like, runs = methods[0], task.text, len(methods)  # all agree with the first in `fast.DPE_GROUP_BY`
+        numbers = [fast.numbers(task, method) for method in methods]
+        self.numbers = like.new_tensor(numbers)  # (S, K)
+        self.pulled = method.steps > 0 and any(row.align_weight for row in numbers)
+        self.evolves = any(row.evolves for row in numbers)
         self.scale = float(task.scale)  # even if integral: Triton would recompile for an int
-        self.pulled = self.method.steps > 0 and any(numbers.align_weight)
-        self.evolves = any(numbers.evolves)
-        classes, dim = task.text.shape
-        self.tall, self.wide = _round_up(classes, PAD), _round_up(dim, PAD)
-        self.shape = {"classes": classes, "dim": dim, "tall": self.tall, "wide": self.wide}
-        # A fused multiply-add does not round the product: a logit minus itself would not be zero, and entropies wrong.
-        self.tiles = {name: {**tile, "enable_fp_fusion": False} for name, tile in TILES.items()}
-        self._fit_tiles()
+        self.count, self.keep = views, ops.kept(views, method.selection)
+        self.classes, self.dim = classes, dim = like.shape
+        self.tall, self.wide = tall, wide = _round_up(classes, PAD), _round_up(dim, PAD)
+        self.tiles = tiles = _fit_tiles(classes, dim, views, _shared_memory(like.device))
+        self.view_blocks = _ceil_div(classes, tiles["view_logits"]["CLASSES"])
+        self.parts = _ceil_div(max(classes, dim), tiles["choose"]["PART"])
+        self.blocks, padded_views = _ceil_div(classes, tiles["rows"]["ROWS"]), tiles["choose"]["VIEWS"]
+        views_tile, pair, pull = tiles["view_logits"], tiles["similarity"], tiles["pull"]
+        self.grids = {
+            "view_logits": (self.view_blocks, padded_views // views_tile["VIEWS"], runs),
+            "choose": (self.parts, runs),
+            "rows": (self.blocks, runs),
+            "similarity": (tall // pair["ROWS"], tall // pair["COLUMNS"], runs),
+            "logit_gradient": (_ceil_div(classes, tiles["logit_gradient"]["ROWS"]), runs),
+            "pull": (tall // pull["ROWS"], wide // pull["COLUMNS"], runs * 2 * pull["SPLIT"]),
+        }
+        self.constants = {
+            "SLOTS": method.queue,
+            "SLOTS_ROUND": _next_power_of_two(method.queue),
+            "PARTS": _next_power_of_two(self.parts),
+            "BLOCKS": _next_power_of_two(self.blocks),
+            "SPLIT": pull["SPLIT"],
+            "LEARNS": method.steps > 0,
+        }
+
+        def halves(columns: int) -> Tensor:
+            """Half-precision parts of vectors (S, 2, tall, columns), zero beyond C and D."""
+            return torch.zeros(runs, 2, tall, columns, dtype=torch.float16, device=like.device)
 
         # each in its own allocation: Triton recompiles for pointers with a different alignment
-        like, runs = task.text, self.runs
-        counts = torch.zeros(runs, dtype=torch.int32, device=like.device)
-        # derived from the state: see `refresh`
-        self.text_length, self.visual_length = (like.new_ones(runs, classes) for _ in range(2))
-        self.text_parts, self.visual_parts = (self._parts(self.wide) for _ in range(2))
-        self.seen, self.stale = counts.clone(), counts.clone()
+        starts = map(torch.stack, zip(*(leaves(method.init(task)) for method in methods), strict=True))
+        self.text, self.updates, self.keys, self.cost, self.visual = starts
+        states = zip(self.text, self.updates, map(Bank, self.keys, self.cost), self.visual, strict=True)
+        self.states = tuple(State(*state) for state in states)
+        # derived from the states: see `refresh`
+        self.text_lengths, self.visual_lengths = (like.new_ones(runs, classes) for _ in range(2))
+        self.text_parts, self.visual_parts = (halves(wide) for _ in range(2))
+        self.seen, self.stale, self.learned = (like.new_zeros(runs, dtype=torch.int32) for _ in range(3))
         # between kernels
-        padded_views, tile = self.tiles["choose"]["VIEWS"], self.tiles["view_logits"]
-        self.view_blocks = _ceil_div(classes, tile["CLASSES"])
-        self.view_logits = like.new_empty(runs, padded_views, self.tall)
+        self.view_logits = like.new_empty(runs, padded_views, tall)
         self.view_summaries = like.new_empty(runs, 3, self.view_blocks, padded_views, dtype=torch.float64)
-        self.parts = _ceil_div(max(classes, dim), self.tiles["choose"]["PART"])
-        self.votes, self.labels = like.new_empty(runs, 2, self.parts), counts.new_empty(runs, self.parts)
+        self.votes, self.labels = like.new_empty(runs, 2, self.parts), self.seen.new_empty(runs, self.parts)
         self.feature = like.new_empty(runs, dim)
-        self.logit, self.boost = (like.new_empty(runs, classes) for _ in range(2))
-        self.blocks = _ceil_div(classes, self.rows["ROWS"])
+        self.logit, self.boosts, self.moved_lengths, self.answer = (like.new_zeros(runs, classes) for _ in range(4))
         self.summaries, self.answers = (like.new_empty(runs, 3, self.blocks, dtype=torch.float64) for _ in range(2))
-        self.moved, self.moved_length = torch.empty_like(state.text), like.new_empty(runs, classes)
-        self.updates_before = torch.zeros_like(state.updates)
-        aligned = self.tall if self.pulled else 1  # unused then
-        self.similarity = like.new_zeros(runs, self.tiles["similarity"]["SPLIT"], aligned, aligned)
-        self.logit_gradients = self._parts(aligned)
-        self.pulls = like.new_zeros(runs, 2, self.tiles["pull"]["SPLIT"], aligned, self.wide)
+        self.moved, self.updates_before = torch.empty_like(self.text), torch.zeros_like(self.updates)
+        aligned = tall if self.pulled else 1  # unused then
+        self.similarities, self.logit_gradients = like.new_zeros(runs, aligned, aligned), halves(aligned)
+        self.pulls = like.new_zeros(runs, 2, pull["SPLIT"], aligned, wide)
         self.refresh()
 
     def refresh(self) -> None:
-        """Recompute what is derived from the state: lengths, directions in parts, the number of seen classes."""
-        state = self.state
-        with _device_context(self.task.text.device):
-            for vectors, lengths, parts in (
-                (state.text, self.text_length, self.text_parts),
-                (state.visual, self.visual_length, self.visual_parts),
-            ):
-                self.kernels.normalise[(self.blocks, self.runs)](vectors, lengths, parts, **self.shape, **self.rows)
-        self.seen.copy_((state.cost[:, :, 0] < torch.inf).sum(1))
+        """Recompute what is derived from the states: lengths, directions in parts, the number of seen classes."""
+        for side in ("text", "visual"):
+            vectors, lengths, parts = (getattr(self, side + part) for part in ("", "_lengths", "_parts"))
+            self._launch(self.kernels.normalise, "rows", vectors=vectors, lengths=lengths, parts=parts)
+        self.seen.copy_((self.cost[:, :, 0] < torch.inf).sum(1))
         self.stale.fill_(1)
 
     def step(self, views: Tensor, logits: Tensor) -> None:
-        with _device_context(views.device):
-            self._choose(views)
-            self._push()
-            if self.pulled:
-                self._pull()
-            self._answer(views, logits)
-            if self.evolves:
-                self._evolve()
+        kernels, alignment = self.kernels, self.alignment
+        self._launch(kernels.view_logits, "view_logits", views=views)
+        self._launch(kernels.choose, "choose", views=views)
+        self._launch(kernels.push, "rows")
+        if self.pulled:
+            self._launch(alignment.similarity, "similarity")
+            self._launch(alignment.logit_gradient, "logit_gradient")
+            self._launch(alignment.pull, "pull")
+        self._launch(kernels.answer, "rows", views=views, logits=logits)
+        if self.evolves:
+            self._launch(kernels.evolve, "rows")
 
-    def snapshot(self) -> list[State]:
-        text, updates, keys, cost, visual = (part.clone() for part in self.state)
-        return [State(text[run], updates[run], Bank(keys[run], cost[run]), visual[run]) for run in range(self.runs)]
+    def _launch(self, kernel: Any, name: str, **arguments: Tensor) -> None:
+        """Launch a kernel with the grid and tile of this name."""
+        known = vars(self) | self.constants | arguments
+        named = {each: known[each] for each in signature(kernel.fn).parameters if each in known}
+        with _device_context(self.text.device):
+            kernel[self.grids[name]](**named | self.tiles[name])
 
-    def restore(self, states: Sequence[Nested]) -> None:
-        for target, values in zip(self.state, zip(*map(leaves, states), strict=True), strict=True):
-            for run, value in enumerate(values):
-                target[run].copy_(value)
-        self.refresh()
 
-    def _choose(self, views: Tensor) -> None:
-        tile, shape = self.tiles["view_logits"], self.shape
-        grid = self.view_blocks, self.view_logits.shape[1] // tile["VIEWS"], self.runs
-        self.kernels.view_logits[grid](
-            *(views, self.text_parts, self.view_logits, self.view_summaries),
-            *(self.scale, self.count),
-            **shape,
-            **tile,
-        )
-        self.kernels.choose[(self.parts, self.runs)](
-            *(views, self.view_logits, self.view_summaries, self.feature, self.logit, self.votes, self.labels),
-            self.learned,
-            *(self.view_blocks, self.count, self.keep, shape["classes"], shape["dim"], self.tall),
-            **self.tiles["choose"],
-        )
-
-    def _push(self) -> None:
-        state, slots = self.state, self.method.queue
-        self.kernels.push[(self.blocks, self.runs)](
-            *(self.feature, self.logit, self.votes, self.labels, state.keys, state.cost, state.visual),
-            *(self.visual_length, self.visual_parts, self.boost, self.summaries, self.seen, self.stale, self.learned),
-            *(self.numbers, self.parts),
-            **self.shape,
-            SLOTS=slots,
-            SLOTS_ROUND=_next_power_of_two(slots),
-            PARTS=_next_power_of_two(self.parts),
-            **self.rows,
-        )
-
-    def _pull(self) -> None:
-        classes, known = self.shape["classes"], (self.stale, self.numbers)
-        tile = self.tiles["similarity"]
-        grid = self.tall // tile["ROWS"], self.tall // tile["COLUMNS"], self.runs * tile["SPLIT"]
-        self.alignment.similarity[grid](
-            *(self.visual_parts, self.text_parts, self.similarity, *known, self.tall, self.wide),
-            **tile,
-        )
-        self.alignment.logit_gradient[(_ceil_div(classes, self.tiles["logit_gradient"]["ROWS"]), self.runs)](
-            *(self.similarity, self.state.cost, self.logit_gradients, *known, classes, self.tall),
-            SLOTS=self.method.queue,
-            SPLIT=tile["SPLIT"],
-            **self.tiles["logit_gradient"],
-        )
-        tile = self.tiles["pull"]
-        grid = self.tall // tile["ROWS"], self.wide // tile["COLUMNS"], self.runs * 2 * tile["SPLIT"]
-        self.alignment.pull[grid](
-            *(
-                self.logit_gradients,
-                self.text_parts,
-                self.visual_parts,
-                self.pulls,
-                *known,
-                classes,
-                self.tall,
-                self.wide,
-            ),
-            **tile,
-        )
-
-    def _answer(self, views: Tensor, out: Tensor) -> None:
-        state = self.state
-        self.kernels.answer[(self.blocks, self.runs)](
-            *(views, state.text, self.text_length, state.visual, self.visual_length, state.cost),
-            *(self.feature, self.logit, self.boost, self.summaries, self.pulls, self.moved, self.moved_length),
-            *(out, self.answers, state.updates, self.updates_before, self.seen, self.stale),
-            *(self.numbers, self.scale),
-            **self.shape,
-            SLOTS=self.method.queue,
-            SPLIT=self.tiles["pull"]["SPLIT"],
-            LEARNS=self.method.steps > 0,
-            BLOCKS=_next_power_of_two(self.blocks),
-            **self.rows,
-        )
-
-    def _evolve(self) -> None:
-        state = self.state
-        self.kernels.evolve[(self.blocks, self.runs)](
-            *(state.text, self.text_length, self.text_parts, self.moved, self.moved_length, self.answers),
-            *(state.updates, self.updates_before, self.stale, self.learned, self.numbers),
-            **self.shape,
-            BLOCKS=_next_power_of_two(self.blocks),
-            **self.rows,
-        )
-
-    def _fit_tiles(self) -> None:
-        """Fit the tiles to the shape of the task."""
-        tiles, classes, dim = self.tiles, self.shape["classes"], self.shape["dim"]
-        tiles["choose"]["VIEWS"] = max(16, _next_power_of_two(self.count))
-        tiles["view_logits"]["VIEWS"] = min(tiles["view_logits"]["VIEWS"], tiles["choose"]["VIEWS"])
-        if classes < SMALL_BELOW:
-            for name, tile in SMALL.items():
-                tiles[name].update(tile)
-        rows = tiles["rows"]
-        columns = _next_power_of_two(dim)
-        self.rows = {"ROWS": max(1, rows.pop("CELLS") // columns), "DIM": columns, **rows}
-        tiles["logit_gradient"]["COLUMNS"] = min(tiles["logit_gradient"]["COLUMNS"], _next_power_of_two(classes))
-        for name, sides in (("similarity", (self.tall, self.tall)), ("pull", (self.tall, 2 * self.wide))):
-            tile = tiles[name]
-            if (sides[0] // tile["ROWS"]) * (sides[1] // tile["COLUMNS"]) > ENOUGH_PROGRAMS:
-                tile["SPLIT"] = 1
-            tile["num_stages"] = min(tile["num_stages"], _stages(tile, _shared_memory(self.task.text.device)))
-
-    def _parts(self, wide: int) -> Tensor:
-        """A zeroed buffer for half-precision parts of vectors: (S, 2, tall, wide); beyond C and D it stays zero."""
-        return torch.zeros(self.runs, 2, self.tall, wide, dtype=torch.float16, device=self.task.text.device)
+def _fit_tiles(classes: int, dim: int, views: int, shared_memory: int) -> dict[str, dict[str, int]]:
+    """Tiles that fit the shape of a task."""
+    # A fused multiply-add does not round the product: a logit minus itself would not be zero, and entropies wrong.
+    few = SMALL if classes < SMALL_BELOW else {}
+    tiles = {name: {**tile, **few.get(name, {}), "enable_fp_fusion": False} for name, tile in TILES.items()}
+    tiles["choose"]["VIEWS"] = max(16, _next_power_of_two(views))
+    tiles["view_logits"]["VIEWS"] = min(tiles["view_logits"]["VIEWS"], tiles["choose"]["VIEWS"])
+    rows, columns = tiles["rows"], _next_power_of_two(dim)
+    rows |= {"ROWS": max(1, rows.pop("CELLS") // columns), "DIM": columns}
+    tiles["logit_gradient"]["COLUMNS"] = min(tiles["logit_gradient"]["COLUMNS"], _next_power_of_two(classes))
+    pull = tiles["pull"]
+    for tile in (tiles["similarity"], pull):
+        tile["num_stages"] = min(tile["num_stages"], _stages(tile, shared_memory))
+    if (_round_up(classes, PAD) // pull["ROWS"]) * (2 * _round_up(dim, PAD) // pull["COLUMNS"]) > ENOUGH_PROGRAMS:
+        pull["SPLIT"] = 1
+    return tiles
 
 
 def _device_context(device: torch.device) -> AbstractContextManager[object]:

@@ -1,8 +1,8 @@
 """Triton kernels of `testtime.steppers.gpu.dpe`: the gradient of DPE's alignment by the prototypes, in three launches.
 
 Three products of C x C x D. The result depends only on the prototypes, so the kernels return at once unless it is
-`stale`, and in runs without alignment. A sum may be split in SPLIT parts, for more programs; readers of the result add
-them up. The last axis of a launch counts these parts as well as runs.
+`stale`, and in runs without alignment. The sums of a pull may be split in SPLIT parts, for more programs; readers of
+the result add them up. The last axis of its launch counts these parts as well as runs.
 """
 
 # Triton reads the annotations of kernels itself, and knows only its own
@@ -24,24 +24,23 @@ def _up_to_date(stale, numbers, run):
 
 @triton.jit
 def similarity(
-    visual_parts, text_parts, out, stale, numbers, tall, wide,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr,
+    visual_parts, text_parts, similarities, stale, numbers, tall, wide,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the cosines (tall, tall) of visual and text prototypes: one of SPLIT parts of the sum."""
-    run, part = (tl.program_id(2) // SPLIT).to(tl.int64), tl.program_id(2) % SPLIT
+    """A tile of the cosines (tall, tall) of visual and text prototypes."""
+    run = tl.program_id(2).to(tl.int64)
     if _up_to_date(stale, numbers, run):
         return
     visual_parts, text_parts = visual_parts + run * 2 * tall * wide, text_parts + run * 2 * tall * wide
-    out += (run * SPLIT + part) * tall * tall
+    out = similarities + run * tall * tall
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    span = wide // SPLIT
-    depth = part * span + tl.arange(0, DEPTH)
+    depth = tl.arange(0, DEPTH)
     a = visual_parts + rows[:, None] * wide + depth[None, :]
     b = text_parts + columns[None, :] * wide + depth[:, None]
     small = tall * wide
     total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
-    for _ in range(0, span, DEPTH):
+    for _ in range(0, wide, DEPTH):
         total = product(tl.load(a), tl.load(a + small), tl.load(b), tl.load(b + small), total)
         a += DEPTH
         b += DEPTH
@@ -51,20 +50,20 @@ def similarity(
 @triton.jit
 def logit_gradient(
     similarities, cost, logit_gradients, stale, numbers, classes, tall,
-    SLOTS: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    SLOTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """The softmax of some rows of similarities over seen classes, minus the identity, in parts (2, tall, tall)."""
     run = (tl.num_programs(1) - 1 - tl.program_id(1)).to(tl.int64)  # backwards
     if _up_to_date(stale, numbers, run):
         return
-    similarities, logit_gradients = similarities + run * SPLIT * tall * tall, logit_gradients + run * 2 * tall * tall
+    similarities, logit_gradients = similarities + run * tall * tall, logit_gradients + run * 2 * tall * tall
     cost, sharpness = cost + run * classes * SLOTS, number(numbers, run, SHARPNESS)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     top = tl.full([ROWS], LOWEST, dtype=tl.float32)
     others, own = tl.zeros([ROWS], dtype=tl.float32), tl.zeros([ROWS], dtype=tl.float32)
     for start in range(0, tall, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
-        value = _similarities(similarities, cost, rows, columns, sharpness, classes, tall, SLOTS, SPLIT)
+        value = _similarities(similarities, cost, rows, columns, sharpness, classes, tall, SLOTS)
         diagonal = rows[:, None] == columns[None, :]
         highest = tl.maximum(top, tl.max(value, 1))
         prob = tl.exp(value - highest[:, None])
@@ -74,7 +73,7 @@ def logit_gradient(
     total = others + own
     for start in range(0, tall, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
-        value = _similarities(similarities, cost, rows, columns, sharpness, classes, tall, SLOTS, SPLIT)
+        value = _similarities(similarities, cost, rows, columns, sharpness, classes, tall, SLOTS)
         diagonal = rows[:, None] == columns[None, :]
         # the own probability minus 1 is minus the sum of the others: exact to the last digit, even if that is small
         prob = tl.where(diagonal, -others[:, None], tl.exp(value - top[:, None])) / total[:, None]
@@ -83,22 +82,17 @@ def logit_gradient(
 
 
 @triton.jit
-def _similarities(
-    similarities, cost, rows, columns, sharpness, classes, tall, SLOTS: tl.constexpr, SPLIT: tl.constexpr
-):  # fmt: skip
-    """Similarities over the temperature, summed from their parts; LOWEST for unseen classes."""
+def _similarities(similarities, cost, rows, columns, sharpness, classes, tall, SLOTS: tl.constexpr):
+    """Similarities over the temperature; LOWEST for unseen classes."""
     pointers = similarities + rows[:, None] * tall + columns[None, :]
-    inside = (columns < tall)[None, :]
-    value = tl.load(pointers, mask=inside, other=0.0)
-    for part in tl.static_range(1, SPLIT):
-        value += tl.load(pointers + part * tall * tall, mask=inside, other=0.0)
+    value = tl.load(pointers, mask=(columns < tall)[None, :], other=0.0)
     known = tl.load(cost + columns * SLOTS, mask=columns < classes, other=float("inf")) < float("inf")
     return tl.where(known[None, :], value * sharpness, LOWEST)
 
 
 @triton.jit
 def pull(
-    logit_gradients, text_parts, visual_parts, out, stale, numbers, classes, tall, wide,
+    logit_gradients, text_parts, visual_parts, pulls, stale, numbers, classes, tall, wide,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """A tile of the alignment's pull on text, then visual prototypes: one of SPLIT parts of (2, SPLIT, tall, wide)."""
@@ -107,7 +101,7 @@ def pull(
     if _up_to_date(stale, numbers, run):
         return
     visual_parts, text_parts = visual_parts + run * 2 * tall * wide, text_parts + run * 2 * tall * wide
-    logit_gradients, out = logit_gradients + run * 2 * tall * tall, out + (run * 2 * SPLIT + layer) * tall * wide
+    logit_gradients, out = logit_gradients + run * 2 * tall * tall, pulls + (run * 2 * SPLIT + layer) * tall * wide
     if layer < SPLIT:
         _pull(logit_gradients, visual_parts, out, layer, classes, tall, wide, True, ROWS, COLUMNS, DEPTH, SPLIT)
     else:

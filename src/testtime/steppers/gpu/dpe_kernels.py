@@ -28,24 +28,10 @@ HALF_SCALE: tl.constexpr = tl.constexpr(1024.0)  # keeps small parts in the norm
 SLOTS_AT_ONCE: tl.constexpr = tl.constexpr(8)  # chosen views read at a time
 SUMMARIES_AT_ONCE: tl.constexpr = tl.constexpr(64)
 
-# a run's row of the table (S, NUMBERS): the settings in which runs side by side may differ
-_INDICES = {name: tl.constexpr(index) for index, name in enumerate(Numbers._fields)}
-NUMBERS: tl.constexpr = tl.constexpr(len(_INDICES))
-ALPHA: tl.constexpr = _INDICES["alpha"]
-BETA: tl.constexpr = _INDICES["beta"]
-ENTROPY_WEIGHT: tl.constexpr = _INDICES["entropy_weight"]
-ALIGN_WEIGHT: tl.constexpr = _INDICES["align_weight"]
-EPS: tl.constexpr = _INDICES["eps"]
-LR_TEXT: tl.constexpr = _INDICES["lr_text"]
-LR_VISUAL: tl.constexpr = _INDICES["lr_visual"]
-PER_NAT: tl.constexpr = _INDICES["per_nat"]
-SHARPNESS: tl.constexpr = _INDICES["sharpness"]
-THRESHOLD: tl.constexpr = _INDICES["threshold"]
-SHARE: tl.constexpr = _INDICES["share"]
-PROMPT_COUNT: tl.constexpr = _INDICES["prompt_count"]
-KEEPS_BELOW: tl.constexpr = _INDICES["keeps_below"]
-EVOLVES: tl.constexpr = _INDICES["evolves"]
-RENORMALISES: tl.constexpr = _INDICES["renormalises"]
+# a run's row of the table (S, NUMBERS): the settings in which runs side by side may differ, in the order of `Numbers`
+NUMBERS: tl.constexpr = tl.constexpr(len(Numbers._fields))
+ALPHA, BETA, ENTROPY_WEIGHT, ALIGN_WEIGHT, EPS, LR_TEXT, LR_VISUAL, PER_NAT = map(tl.constexpr, range(8))
+SHARPNESS, THRESHOLD, SHARE, PROMPT_COUNT, KEEPS_BELOW, EVOLVES, RENORMALISES = map(tl.constexpr, range(8, 15))
 
 
 # Shared by the kernels
@@ -149,14 +135,14 @@ def normalise(vectors, lengths, parts, classes, dim, tall, wide, ROWS: tl.conste
 
 @triton.jit
 def view_logits(
-    views, text_parts, logits, summaries, scale, count, classes, dim, tall, wide,
+    views, text_parts, view_logits, view_summaries, scale, count, classes, dim, tall, wide,
     VIEWS: tl.constexpr, CLASSES: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Logits (views, tall) of some views for some classes, and the summary (3, blocks, views) of each view."""
     block, blocks, padded = tl.program_id(0), tl.num_programs(0), tl.num_programs(1) * VIEWS
     run = tl.program_id(2).to(tl.int64)
     text_parts += run * 2 * tall * wide
-    logits, summaries = logits + run * padded * tall, summaries + run * 3 * blocks * padded
+    logits, summaries = view_logits + run * padded * tall, view_summaries + run * 3 * blocks * padded
     rows = tl.program_id(1) * VIEWS + tl.arange(0, VIEWS)
     columns = block * CLASSES + tl.arange(0, CLASSES)
     depth = tl.arange(0, DEPTH)
@@ -178,8 +164,8 @@ def view_logits(
 
 @triton.jit(do_not_specialize=["count", "keep"])
 def choose(
-    views, logits, summaries, feature, logit, votes, labels, learned, blocks, count, keep, classes, dim, tall,
-    VIEWS: tl.constexpr, PART: tl.constexpr,
+    views, view_logits, view_summaries, feature, logit, votes, labels, learned, view_blocks, count, keep,
+    classes, dim, tall, VIEWS: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """A part of the mean feature (D,) and the mean logit (C,) of the `keep` views of lowest entropy.
 
@@ -189,19 +175,19 @@ def choose(
     """
     part, parts = tl.program_id(0), tl.num_programs(0)
     run = tl.program_id(1).to(tl.int64)
-    logits, summaries = logits + run * VIEWS * tall, summaries + run * 3 * blocks * VIEWS
+    logits, summaries = view_logits + run * VIEWS * tall, view_summaries + run * 3 * view_blocks * VIEWS
     feature, logit = feature + run * dim, logit + run * classes
     votes, labels = votes + run * 2 * parts, labels + run * parts
     view = tl.arange(0, VIEWS)
     top = tl.full([VIEWS], LOWEST, dtype=tl.float64)
     total, weighted = tl.zeros([VIEWS], dtype=tl.float64), tl.zeros([VIEWS], dtype=tl.float64)
-    for start in range(0, blocks, SUMMARIES_AT_ONCE):
+    for start in range(0, view_blocks, SUMMARIES_AT_ONCE):
         block = start + tl.arange(0, SUMMARIES_AT_ONCE)
         pointers = summaries + block[:, None] * VIEWS + view[None, :]
-        real = (block < blocks)[:, None]
+        real = (block < view_blocks)[:, None]
         more_top = tl.load(pointers, mask=real, other=LOWEST)
-        more_total = tl.load(pointers + blocks * VIEWS, mask=real, other=0.0)
-        more_weighted = tl.load(pointers + 2 * blocks * VIEWS, mask=real, other=0.0)
+        more_total = tl.load(pointers + view_blocks * VIEWS, mask=real, other=0.0)
+        more_weighted = tl.load(pointers + 2 * view_blocks * VIEWS, mask=real, other=0.0)
         more_top, more_total, more_weighted = _merged(more_top, more_total, more_weighted, 0)
         highest = tl.maximum(top, more_top)
         share = tl.exp((top - highest).to(tl.float32))
@@ -248,8 +234,8 @@ def choose(
 
 @triton.jit
 def push(
-    feature, logit, votes, labels, keys, cost, visual, lengths, visual_parts, boosts, summaries, seen, stale, learned,
-    numbers, parts, classes, dim, tall, wide,
+    feature, logit, votes, labels, keys, cost, visual, visual_lengths, visual_parts, boosts, summaries, seen, stale,
+    learned, numbers, parts, classes, dim, tall, wide,
     SLOTS: tl.constexpr, SLOTS_ROUND: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     """The affinity (C,) of the mean feature to some visual prototypes, after offering it to its class's queue.
@@ -262,7 +248,7 @@ def push(
     feature, logit, boosts = feature + run * dim, logit + run * classes, boosts + run * classes
     votes, labels = votes + run * 2 * parts, labels + run * parts
     keys, cost = keys + run * classes * SLOTS * dim, cost + run * classes * SLOTS
-    visual, lengths = visual + run * classes * dim, lengths + run * classes
+    visual, lengths = visual + run * classes * dim, visual_lengths + run * classes
     visual_parts, summaries = visual_parts + run * 2 * tall * wide, summaries + run * 3 * blocks
     seen, stale = seen + run, stale + run
     alpha, beta = number(numbers, run, ALPHA), number(numbers, run, BETA)
@@ -340,7 +326,7 @@ def _nudged(start, length, pulls, side, rows, column, pulled, tall, wide, weight
 # not all pointers into a chunk's logits are aligned: one kernel for all, so that they round alike
 @triton.jit(do_not_specialize_on_alignment=["logits"])
 def answer(
-    view, text, text_lengths, visual, visual_lengths, cost, feature, logit, boosts, summaries, pulls, moved,
+    views, text, text_lengths, visual, visual_lengths, cost, feature, logit, boosts, summaries, pulls, moved,
     moved_lengths, logits, answers, updates, updates_before, seen, stale,
     numbers, scale, classes, dim, tall, wide,
     SLOTS: tl.constexpr, SPLIT: tl.constexpr, LEARNS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
@@ -369,7 +355,7 @@ def answer(
     text_length = tl.load(text_lengths + rows, mask=real, other=1.0)
     visual_length = tl.load(visual_lengths + rows, mask=real, other=1.0)
     known = tl.load(cost + rows * SLOTS, mask=real, other=float("inf")) < float("inf")
-    clean = tl.load(view + column, mask=inside, other=0.0)
+    clean = tl.load(views + column, mask=inside, other=0.0)
     if LEARNS:
         # gradient of the softmax's entropy by each logit, then by each prototype: a multiple of the mean feature
         boost = tl.load(boosts + rows, mask=real, other=0.0)
@@ -414,7 +400,7 @@ def answer(
 
 @triton.jit
 def evolve(
-    text, lengths, text_parts, moved, moved_lengths, answers, updates, updates_before, stale, learned,
+    text, text_lengths, text_parts, moved, moved_lengths, answers, updates, updates_before, stale, learned,
     numbers, classes, dim, tall, wide,
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
@@ -428,7 +414,7 @@ def evolve(
         return
     text, moved = text + run * classes * dim, moved + run * classes * dim
     text_parts += run * 2 * tall * wide
-    lengths, moved_lengths = lengths + run * classes, moved_lengths + run * classes
+    lengths, moved_lengths = text_lengths + run * classes, moved_lengths + run * classes
     before = tl.load(updates_before + run)
     share, prompt_count = number(numbers, run, SHARE), number(numbers, run, PROMPT_COUNT).to(tl.int64)
     share = tl.where(share < 0, 1.0 / (before + prompt_count + 1).to(tl.float32), share)

@@ -33,17 +33,11 @@ class Body(Protocol):
     learned: Tensor  # (S,), nonzero if the last step learned
 
     @property
-    def state(self) -> Nested:
-        """The states."""
+    def states(self) -> tuple[Nested, ...]:
+        """The state of each run."""
 
     def step(self, views: Tensor, logits: Tensor) -> None:
         """Fill the logits (S, A) of one image's views (V, D), and advance the states."""
-
-    def snapshot(self) -> Sequence[Nested]:
-        """Copies of the states."""
-
-    def restore(self, states: Sequence[Nested]) -> None:
-        """Overwrite the states."""
 
     def refresh(self) -> None:
         """Recompute what is derived from the states, after they were overwritten."""
@@ -58,12 +52,11 @@ class Stepper:
     def __init__(
         self, task: Task, methods: Sequence[Method], states: Sequence[Nested], *, graphs: bool | None = None
     ) -> None:
-        self.name = methods[0].name
-        self.methods = methods
+        self.name, self.methods = methods[0].name, methods
         self._graphs = task.text.is_cuda if graphs is None else graphs
         with torch.inference_mode(False), torch.no_grad():
             self.task = replace(task, text=task.text.clone(), context=None)
-            self._pending: Sequence[Nested] | None = states
+        self._pending = states  # until there is a body
         self._body: Body | None = None
         self._views = self._logits = task.text[:0]  # (STEPS, V, D) and (STEPS, S, A), once V is known
         self._launches: dict[tuple[int, bool], Callable[[], object]] = {}
@@ -93,13 +86,14 @@ class Stepper:
             self._cached_launch(count, False)
 
     def snapshot(self) -> Sequence[Nested]:
-        return list(self._pending or []) if self._body is None else self._body.snapshot()
+        return list(self._pending if self._body is None else map(_copied, self._body.states))
 
     def restore(self, states: Sequence[Nested]) -> None:
         if self._body is None:
             self._pending = list(states)
         else:
-            self._body.restore(states)
+            overwrite(self._body.states, tuple(states))
+            self._body.refresh()
 
     @contextmanager
     def _high_priority(self) -> Iterator[None]:
@@ -127,8 +121,8 @@ class Stepper:
                 self._views = self.task.text[:1].expand(STEPS, *views.shape).clone()
                 self._body = self._make_body(len(views))
                 self._logits = self._body.answer.new_zeros(STEPS, *self._body.answer.shape)
-                self._body.restore(states)
-            self._launches, self._kept_alive, self._pending = {}, [], None
+                self.restore(states)
+            self._launches, self._kept_alive, self._pending = {}, [], []
         return self._body
 
     def _parts(self, stream: Tensor) -> list[Tensor]:
@@ -156,16 +150,15 @@ class Stepper:
         body = self._body
         assert body is not None
         with torch.inference_mode(False):
-            before = _copied(body.state)
+            before = tuple(map(_copied, body.states))
 
         def steps(count: int = count) -> None:
             if peeking:
-                overwrite(before, body.state)
+                overwrite(before, body.states)
             for views, logits in zip(self._views[:count], self._logits[:count], strict=True):
                 body.step(views, logits)
             if peeking:
-                overwrite(body.state, before)
-                body.refresh()
+                self.restore(before)
 
         if not self._graphs:
             return steps
@@ -179,8 +172,7 @@ class Stepper:
             self._graphs = False
             return steps
         finally:
-            overwrite(body.state, before)
-            body.refresh()
+            self.restore(before)
 
 
 class MethodSteps:
@@ -188,13 +180,13 @@ class MethodSteps:
 
     def __init__(self, task: Task, methods: Sequence[Method], example: Tensor) -> None:
         self.task, self.methods = task, methods
-        self.state = tuple(_copied(method.init(task)) for method in methods)
-        answer = methods[0].step(task, _copied(self.state[0]), example)[0]
+        self.states = tuple(_copied(method.init(task)) for method in methods)
+        answer = methods[0].step(task, _copied(self.states[0]), example)[0]
         self.answer = answer.new_zeros(len(methods), *answer.shape)
         self.learned = torch.zeros(len(methods), dtype=torch.bool, device=example.device)
 
     def step(self, views: Tensor, logits: Tensor) -> None:
-        for run, (method, state) in enumerate(zip(self.methods, self.state, strict=True)):
+        for run, (method, state) in enumerate(zip(self.methods, self.states, strict=True)):
             answer, after = method.step(self.task, state, views)
             logits[run].copy_(answer)
             learned = method.learned(state, after)
@@ -203,12 +195,6 @@ class MethodSteps:
             else:  # known on the host, for example if the method remembers nothing
                 self.learned[run].fill_(bool(learned))
             overwrite(state, after)
-
-    def snapshot(self) -> Sequence[Nested]:
-        return list(_copied(self.state))
-
-    def restore(self, states: Sequence[Nested]) -> None:
-        overwrite(self.state, tuple(states))
 
     def refresh(self) -> None:
         """Nothing is derived from the states."""

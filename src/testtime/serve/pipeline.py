@@ -1,0 +1,338 @@
+"""From images to answers: decoded and encoded in any order, stepped on in the order of their stream, then answered.
+
+    images -> decoder processes -> one encoder, in shared batches -> each stream's own queue -> log -> answers
+
+Decoding and encoding need no state, so images of all streams share them. An image takes its place in its stream once it
+is decoded; a stream's steps follow that order, in one thread at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import sqlite3
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from testtime.encoding.live import LiveEncoder
+from testtime.encoding.stream import Encoded
+from testtime.serve.decoding import Decoded, Decoder
+from testtime.serve.learning import Learning, Work
+from testtime.serve.rows import failure
+from testtime.serve.store import Store
+from testtime.serve.telemetry import Telemetry
+from testtime.serve.types import ServiceError, Settings, StreamSpec, Upload
+from testtime.types import Encoder, InputError, Task, ViewPlan
+
+TOGETHER = 64  # most images of a stream in one transaction
+PROBE = 5.0  # seconds between attempts to write to a disk that was full
+SLOW = 1000  # most events that wait for a slow subscriber; then the oldest are dropped
+STAGES = ("decode", "encode", "adapt", "store", "total")
+
+log = logging.getLogger("testtime.serve")
+Answer = dict[str, Any]
+
+
+@dataclass(eq=False)
+class Pending:
+    """An image that was admitted to a stream."""
+
+    upload: Upload
+    thumbnail: bytes | None
+    index: int
+    learn: bool
+    top: int
+    encoded: Future[Encoded]
+    answer: asyncio.Future[Answer]
+    began: float  # when it came, in seconds
+    decoded: float
+
+
+@dataclass(eq=False)
+class Stream:
+    """A stream in memory."""
+
+    name: str
+    number: int  # of its row
+    spec: StreamSpec
+    created: str
+    learning: Learning
+    task: Task  # of now
+    position: int  # of the next image in the input
+    order: asyncio.Lock = field(default_factory=asyncio.Lock)  # held to admit an image, or for a whole change
+    mutex: threading.Lock = field(default_factory=threading.Lock)  # for the next two
+    queue: deque[Pending] = field(default_factory=deque)
+    running: bool = False
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+    keys: dict[str, asyncio.Future[Answer]] = field(default_factory=dict)  # of images on their way
+    subscribers: set[asyncio.Queue[dict[str, Any]]] = field(default_factory=set)
+    deleted: bool = False
+
+    def publish(self, event: dict[str, Any]) -> None:
+        """Tell everyone who listens."""
+        for queue in self.subscribers:
+            if queue.full():
+                queue.get_nowait()
+            queue.put_nowait(event)
+
+    def check_there(self) -> None:
+        """Refuse a stream that was deleted meanwhile."""
+        if self.deleted:
+            raise ServiceError(404, f"Stream '{self.name}' was deleted.")
+
+    async def settle(self) -> None:
+        """Wait until every image that was admitted is answered."""
+        while True:
+            with self.mutex:
+                if not self.queue and not self.running:
+                    return
+                self.idle.clear()
+            await self.idle.wait()
+
+
+class Pipeline:
+    """Answers images of all streams; for one event loop. `read_only` says why nothing is learned, if so."""
+
+    def __init__(self, encoder: Encoder, store: Store, settings: Settings, telemetry: Telemetry) -> None:
+        self.settings, self.telemetry, self.read_only = settings, telemetry, ""
+        self.waiting = 0  # images that were accepted and not answered yet
+        self._encoder, self._store, self._loop = encoder, store, asyncio.get_running_loop()
+        self._decoder = Decoder(
+            settings.decoders,
+            max_pixels=settings.limits.pixels,
+            seconds=settings.decode_seconds,
+            memory=settings.decode_memory,
+        )
+        self._live = LiveEncoder(
+            encoder, max_batch=settings.max_batch, deadline=settings.deadline, on_batch=telemetry.batch
+        )
+        self._learners = ThreadPoolExecutor(settings.learners, "testtime-learner")
+        self._probe_at, self._restarts = 0.0, 0
+
+    async def close(self) -> None:
+        """Close, once every stream has settled."""
+        await self._decoder.close()
+        await asyncio.to_thread(self._live.close)
+        await asyncio.to_thread(self._learners.shutdown)
+
+    # In the event loop
+
+    async def answer(self, stream: Stream, uploads: Sequence[Upload], learn: bool, top: int) -> list[Answer]:
+        """An answer for each image, in order; or its error, with its status."""
+        limits = self.settings.limits
+        if stream.task.encoder != self._encoder.name:
+            ours, other = self._encoder.name, stream.task.encoder
+            raise ServiceError(409, f"Stream '{stream.name}' is of encoder '{other}'; this server runs '{ours}'.")
+        if not 1 <= len(uploads) <= limits.batch:
+            raise ServiceError(413, f"{len(uploads)} images in a request; there may be 1 to {limits.batch}.")
+        if self.waiting + len(uploads) > limits.waiting:
+            raise ServiceError(429, f"{self.waiting} images are waiting; send this one again later.", 1.0)
+        self._count_waiting(len(uploads))
+        try:
+            return await self._answers(stream, uploads, learn, top)
+        finally:
+            self._count_waiting(-len(uploads))
+
+    def _count_waiting(self, change: int) -> None:
+        self.waiting += change
+        self.telemetry.waiting(self.waiting)
+
+    async def _answers(self, stream: Stream, uploads: Sequence[Upload], learn: bool, top: int) -> list[Answer]:
+        began = time.perf_counter()
+        repeated: dict[int, asyncio.Future[Answer] | Answer] = {}  # images whose key came before
+        claimed: list[str] = []  # keys of images that are not admitted yet
+        for place, upload in enumerate(uploads):
+            if not learn or upload.key is None:
+                continue
+            if (before := self._with_key(stream, upload.key)) is not None:
+                repeated[place] = before
+            else:
+                stream.keys[upload.key] = self._loop.create_future()
+                claimed.append(upload.key)
+        try:
+            fresh = [place for place in range(len(uploads)) if place not in repeated]
+            decoded = await asyncio.gather(*(self._decode(stream, uploads[place]) for place in fresh))
+            found = dict(zip(fresh, decoded, strict=True))
+            async with stream.order:
+                stream.check_there()
+                pending = {
+                    place: self._pending(stream, uploads[place], image, learn, top, began)
+                    for place, image in found.items()
+                    if isinstance(image, Decoded)
+                }
+                claimed = [upload.key for place in found if place not in pending and (upload := uploads[place]).key]
+                self._admit(stream, list(pending.values()))
+        finally:
+            for key in claimed:  # nothing came of these images
+                stream.keys.pop(key).set_result(failure(ServiceError(503, "The image with this key failed."), ""))
+        answers = {place: image for place, image in found.items() if isinstance(image, dict)}
+        for place, image in pending.items():
+            answers[place] = await image.answer
+        for place, before in repeated.items():
+            first = before if isinstance(before, dict) else await asyncio.shield(before)
+            answers[place] = first if "error" in first else {**first, "repeated": True}
+        return [answers[place] for place in range(len(uploads))]
+
+    def _with_key(self, stream: Stream, key: str) -> asyncio.Future[Answer] | Answer | None:
+        """The answer to an image that came with a key before, or that is on its way; None if there was none."""
+        if key in stream.keys:
+            return stream.keys[key]
+        event = self._store.with_key(stream.number, key)
+        if event is None:
+            return None
+        if event.answer is None:
+            return failure(ServiceError(410, "The image with this key was unlearned."), "")
+        answer: Answer = json.loads(event.answer)
+        return {**answer, "milliseconds": dict.fromkeys(STAGES, 0.0)}
+
+    async def _decode(self, stream: Stream, upload: Upload) -> Decoded | Answer:
+        """An image, decoded, or the error that its client gets."""
+        limits = self.settings.limits
+        try:
+            for text in (upload.name, upload.key or ""):
+                limits.check_text(text)
+            if len(upload.data) > limits.image_bytes:
+                size = len(upload.data)
+                raise ServiceError(413, f"An image may have {limits.image_bytes:,} bytes; this one has {size:,}.")
+            return await self._decoder.decode(upload.data, self.settings.thumbnail if stream.spec.thumbnails else 0)
+        except (InputError, ServiceError) as error:
+            return failure(error, upload.name)
+        finally:
+            if restarts := self._decoder.restarts - self._restarts:
+                self.telemetry.restarted(restarts)
+                self._restarts = self._decoder.restarts
+
+    def _pending(self, stream: Stream, upload: Upload, image: Decoded, learn: bool, top: int, began: float) -> Pending:
+        """An image that takes its place in the stream; its encoding starts."""
+        index, spec = stream.position, stream.spec
+        stream.position += learn
+        plan = ViewPlan(spec.views, spec.augmix, spec.seed)
+        encoded = self._live.submit(image.pixels, plan, index, stream.task.text)
+        answer = self._loop.create_future()
+        return Pending(upload, image.thumbnail, index, learn, top, encoded, answer, began, time.perf_counter())
+
+    async def feed(self, stream: Stream, views: Tensor, name: str) -> Answer:
+        """The answer to an image of which only the features are at hand."""
+        async with stream.order:
+            stream.check_there()
+            encoded = Future[Encoded]()
+            encoded.set_result(Encoded(stream.position, name, views))
+            answer, now = self._loop.create_future(), time.perf_counter()
+            self._admit(stream, [Pending(Upload(b"", name), None, stream.position, True, 5, encoded, answer, now, now)])
+            stream.position += 1
+        return await answer
+
+    def _admit(self, stream: Stream, images: Sequence[Pending]) -> None:
+        with stream.mutex:
+            stream.queue.extend(images)
+        for image in images:
+            image.encoded.add_done_callback(lambda _: self._wake(stream))
+
+    def _deliver(self, stream: Stream, images: Sequence[Pending], answers: Sequence[Answer]) -> None:
+        for image, answer in zip(images, answers, strict=True):
+            if "error" not in answer:
+                answer["milliseconds"]["total"] = round(1000 * (time.perf_counter() - image.began), 3)
+                self.telemetry.answered(stream.name, answer)
+                stream.publish({"type": "answer", "answer": answer})
+            if image.learn and image.upload.key is not None:
+                stream.keys.pop(image.upload.key).set_result(answer)
+            if not image.answer.done():  # its client may have gone
+                image.answer.set_result(answer)
+
+    # In a learner's thread
+
+    def _wake(self, stream: Stream) -> None:
+        """Run a stream if its next image is encoded and it is not running; any thread may call it."""
+        with stream.mutex:
+            if stream.running or not stream.queue or not stream.queue[0].encoded.done():
+                return
+            stream.running = True
+        self._learners.submit(self._run, stream)
+
+    def _run(self, stream: Stream) -> None:
+        """Answer the images of a stream that are encoded, in order, until the next one is not."""
+        while True:
+            ready: list[Pending] = []
+            with stream.mutex:
+                while stream.queue and stream.queue[0].encoded.done() and len(ready) < TOGETHER:
+                    ready.append(stream.queue.popleft())
+                if not ready:
+                    stream.running = False
+                    break
+            try:
+                answers = self._step(stream, ready)
+            except Exception as error:  # a bug; the stream goes on from its log
+                log.exception("stream '%s' failed", stream.name)
+                stream.learning.forget_unwritten()
+                answers = [failure(error, image.upload.name) for image in ready]
+            self._loop.call_soon_threadsafe(self._deliver, stream, ready, answers)
+        self._loop.call_soon_threadsafe(stream.idle.set)
+
+    def _step(self, stream: Stream, ready: Sequence[Pending]) -> list[Answer]:
+        """The answers to images that are encoded; those that have no features get an error."""
+        began, results = time.perf_counter(), [image.encoded.result() for image in ready]
+        works = [
+            _work(image, each.features) for image, each in zip(ready, results, strict=True) if each.features is not None
+        ]
+        done = iter(self._advance(stream, works))
+        answers = [
+            next(done) if each.features is not None else failure(each.error or RuntimeError(), image.upload.name)
+            for image, each in zip(ready, results, strict=True)
+        ]
+        spent, stored = time.perf_counter() - began, stream.learning.seconds_writing
+        for image, answer in zip(ready, answers, strict=True):
+            seconds = image.decoded - image.began, began - image.decoded, spent - stored, stored, 0.0
+            answer["milliseconds"] = {
+                stage: round(1000 * max(0.0, part), 3) for stage, part in zip(STAGES, seconds, strict=True)
+            }
+        return answers
+
+    def _advance(self, stream: Stream, works: Sequence[Work]) -> list[Answer]:
+        """The answers to images, learned from if the disk takes it."""
+        learning = stream.learning
+        if self.read_only and time.monotonic() >= self._probe_at:
+            self._try_to_write()
+        if not self.read_only:
+            try:
+                return learning.advance(works)
+            except (sqlite3.Error, OSError) as error:
+                self.stop_writing(error)
+            except InputError as error:  # an answer that is not finite: find out whose
+                learning.forget_unwritten()
+                if len(works) == 1:
+                    return [failure(error, works[0].name)]
+                return [answer for work in works for answer in self._advance(stream, [work])]
+        return [
+            {**answer, "reason": f"storage: {self.read_only}" if work.learn else answer["reason"]}
+            for work, answer in zip(works, learning.advance(works, learning=False), strict=True)
+        ]
+
+    def stop_writing(self, error: Exception) -> None:
+        """Predict without learning until the disk takes the log again."""
+        log.error("the disk does not take the log, so nothing is learned: %s", error)
+        self.read_only, self._probe_at = str(error), time.monotonic() + PROBE
+
+    def _try_to_write(self) -> None:
+        try:
+            self._store.probe()
+        except (sqlite3.Error, OSError) as error:
+            self.stop_writing(error)
+        else:
+            log.info("the disk takes the log again")
+            self.read_only = ""
+
+
+def _work(image: Pending, views: Tensor) -> Work:
+    upload = image.upload
+    key = upload.key if image.learn else None
+    digest = hashlib.sha256(upload.data).hexdigest()
+    return Work(views, image.index, image.learn, upload.name, digest, key, image.thumbnail, image.top)
