@@ -188,6 +188,10 @@ class FakeService:
         self.image(name, image)
         return b"\xff\xd8thumbnail"
 
+    async def tour(self) -> dict[str, Any]:
+        name = f"tour-{len(self.specs)}"
+        return self.stream(name) if name in self.specs else await self.create(StreamSpec(name, ("cat", "dog")))
+
     async def queues(self, name: str) -> dict[str, Any]:
         slots = [{"image": 1, "entropy": 0.1}]
         return {"classes": [{"label": each, "slots": slots} for each in self._check(name).classes]}
@@ -195,7 +199,7 @@ class FakeService:
     async def map(self, name: str) -> dict[str, Any]:
         self._check(name)
         return {
-            "classes": [{"label": "cat", "text": [0.0, 1.0], "visual": None}],
+            "classes": [{"label": "cat", "prompt": [0.0, 1.0], "text": [0.0, 0.9], "visual": None}],
             "images": [{"id": 1, "label": "cat", "x": 0.0, "y": 0.5, "learned": True}],
         }
 

@@ -271,8 +271,9 @@ class Queues(BaseModel):
 
 class ClassPoint(BaseModel):
     label: str
-    text: list[float]
-    visual: list[float] | None
+    prompt: list[float] = Field(description="The text prototype as the prompts give it.")
+    text: list[float] = Field(description="The text prototype as it is now.")
+    visual: list[float] | None = Field(description="The visual prototype, if the class has images.")
 
 
 class ImagePoint(BaseModel):
