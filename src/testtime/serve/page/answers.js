@@ -5,7 +5,7 @@ import { button, el, keyed, percent } from "./dom.js";
 import { attempt, notice, submits } from "./notices.js";
 
 const RECENT = 8;
-const TILE = 84; // pixels of width for one of them
+const TILE = 80; // pixels of width for one of them, with the gap between two
 
 function bars(list, probabilities) {
   keyed(list, probabilities, (entry) => entry.label, (entry) =>
@@ -47,7 +47,8 @@ export function makeAnswers(root, stream, pictures, onUnlearn) {
     }
     shown = row;
     part("answer-name").textContent = nameOf(row);
-    const parts = [fate(row), row.drift && "alarm: the stream has changed", row.repeated && "sent before"];
+    const alarm = row.drift && "alarm: the stream has changed";
+    const parts = [row.truth && `in truth ${row.truth}`, fate(row), alarm, row.repeated && "sent before"];
     part("answer-state").textContent = parts.filter(Boolean).join("; ");
     side(ours, row.label, row.confidence, row.probabilities ?? [{ label: row.label, probability: row.confidence }]);
     // entries of the log have no confidence of the frozen classifier
@@ -61,7 +62,7 @@ export function makeAnswers(root, stream, pictures, onUnlearn) {
 
   function update() {
     const images = stream.images();
-    const room = Math.min(RECENT, Math.floor(part("recent").clientWidth / TILE));
+    const room = Math.min(RECENT, Math.floor((part("recent").clientWidth + 8) / TILE));
     const latest = room > 0 ? images.slice(-room).reverse() : [];
     const names = stream.info.classes;
     if (choice.options.length !== names.length || names.some((name, index) => choice.options[index].value !== name)) {

@@ -14,6 +14,7 @@ import { makeQueues } from "./queues.js";
 import { makePictures } from "./thumbnails.js";
 import { joinTour } from "./tour.js";
 
+const FEW = 10; // images of which an accuracy says nothing
 const ROWS = 4000; // entries of the log that the page remembers
 
 /** What the page knows of a stream. */
@@ -66,8 +67,8 @@ export function openStream(root, signal, name) {
     document.getElementById("spoken").textContent = words;
   }
 
-  async function readInfo() {
-    stream.info = await getJson(at(name), { signal });
+  function setInfo(info) {
+    stream.info = info;
     overview();
     manage.drawClasses();
   }
@@ -83,17 +84,17 @@ export function openStream(root, signal, name) {
   const soonAnswers = soon(answers.update, 700);
   const soonSpeak = soon(speak, 3000);
   const soonCourse = soon(() => [course, log.update, tour.update].forEach((draw) => draw()), 500);
-  const soonInfo = soon(readInfo, 1000);
+  const soonInfo = soon(async () => setInfo(await getJson(at(name), { signal })), 1000);
   const soonQueues = soon(queues, 1500);
   const soonMap = soon(map, 2500);
-  const soonSnapshots = soon(manage.updateSnapshots, 3000);
-  const redraw = () => [soonAnswers, soonCourse, soonInfo, soonQueues, soonMap, soonSnapshots].forEach((run) => run());
+  const redraw = () => [soonAnswers, soonCourse, soonInfo, soonQueues, soonMap].forEach((run) => run());
 
   /** Reads everything again: at the start, after the connection was lost, and when the past has changed. */
   async function reload() {
-    stream.info ??= await getJson(at(name), { signal });
+    setInfo(await getJson(at(name), { signal }));
     await log.fetchNewest();
     redraw();
+    await manage.updateSnapshots();
   }
   const soonReload = paced(() => attempt(reload), 500, signal);
 
@@ -115,8 +116,10 @@ export function openStream(root, signal, name) {
       if (answer.id !== null && !stream.rows.has(answer.id)) take(answer);
     },
     stream: soonReload,
-    tour: ({ images, accuracy, zero_shot_accuracy: frozen }) => {
-      stream.accuracy.push({ x: images, values: [accuracy, frozen] });
+    tour: ({ images, truth, accuracy, zero_shot_accuracy: frozen }) => {
+      const latest = stream.images().at(-1); // the tour sends one image at a time, and its answer came before
+      if (latest) latest.truth = truth;
+      if (images >= FEW) stream.accuracy.push({ x: images, values: [accuracy, frozen] });
       soonCourse();
     },
   };

@@ -35,7 +35,7 @@ const STEPS = [
     "The mean of a queue is a visual prototype: what the class looks like here. Watch the discs move as surer images "
     + "replace earlier ones, and pull the rings, the text prototypes, after them."],
   ["Answers change", "course-part", ({ info }, right) =>
-    `Sentences and prototypes answer together. ${count(info.changed)} of ${many(info.images, "answer")} differ from `
+    `Text and visual prototypes answer together. ${count(info.changed)} of ${many(info.images, "answer")} differ from `
     + `zero-shot; ${right(0)} of all are right, against ${right(1)}.`],
   ["The guard refuses", "log-part", ({ info }) =>
     "Learning from everything would be risky. An image that repeats, looks foreign, or whose class floods the stream "
