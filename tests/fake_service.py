@@ -35,6 +35,7 @@ class FakeService:
         self.held, self.busy = False, 0  # whether answers wait, and how many requests do
 
     async def start(self) -> None:
+        self.telemetry.watch(lambda: self.ready, lambda: bool(self.read_only))
         self.ready = True
 
     async def close(self) -> None:
@@ -188,10 +189,6 @@ class FakeService:
         self.image(name, image)
         return b"\xff\xd8thumbnail"
 
-    async def tour(self) -> dict[str, Any]:
-        name = f"tour-{len(self.specs)}"
-        return self.stream(name) if name in self.specs else await self.create(StreamSpec(name, ("cat", "dog")))
-
     async def queues(self, name: str) -> dict[str, Any]:
         slots = [{"image": 1, "entropy": 0.1}]
         return {"classes": [{"label": each, "slots": slots} for each in self._check(name).classes]}
@@ -199,9 +196,12 @@ class FakeService:
     async def map(self, name: str) -> dict[str, Any]:
         self._check(name)
         return {
-            "classes": [{"label": "cat", "prompt": [0.0, 1.0], "text": [0.0, 0.9], "visual": None}],
+            "classes": [{"label": "cat", "prompt": [0.0, 1.0], "text": [0.0, 1.0], "visual": None}],
             "images": [{"id": 1, "label": "cat", "x": 0.0, "y": 0.5, "learned": True}],
         }
+
+    async def tour(self) -> dict[str, Any]:
+        return await self.create(StreamSpec("tour-1", ("cat",)))
 
     @asynccontextmanager
     async def subscribe(self, name: str) -> AsyncIterator[asyncio.Queue[dict[str, Any]]]:
