@@ -197,13 +197,6 @@ def stream_routes(service: Service, gate: Gate, budget: Budget, limits: Limits) 
     async def create(body: schemas.NewStream) -> Response:
         return Json(await service.create(body.spec()), 201)
 
-    @router.post(
-        "/tour", summary="Make a stream that shows adaptation", **described("admin", schemas.StreamInfo, status=201)
-    )
-    async def tour() -> Response:
-        """It is fed stored features of photographs, 20 a second; its events tell the accuracy so far."""
-        return Json(await service.tour(), 201)
-
     @router.delete("/streams/{name}", summary="Delete a stream", **described("admin", None, 404, status=204))
     async def delete(name: Name) -> Response:
         await service.delete(name)
