@@ -25,8 +25,7 @@ const nameOf = (row) => row.image || (row.id === null ? "image" : `image #${row.
 
 export const changed = (row) => row.label !== row.zero_shot;
 
-/** The part of the page with answers; `onUnlearn` is asked to unlearn an image. */
-export function makeAnswers(root, stream, pictures, onUnlearn) {
+export function makeAnswers(root, stream, pictures, { unlearn, reload }) {
   const part = (id) => root.querySelector(`#${id}`);
   const [ours, frozen] = root.querySelectorAll(".versus > div");
   const choice = part("feedback").elements.label;
@@ -68,7 +67,7 @@ export function makeAnswers(root, stream, pictures, onUnlearn) {
     if (choice.options.length !== names.length || names.some((name, index) => choice.options[index].value !== name)) {
       choice.replaceChildren(...names.map((name) => el("option", { value: name }, name)));
     }
-    if (chosen !== null && !stream.rows.has(chosen)) chosen = null;
+    if (!stream.rows.get(chosen)?.label) chosen = null; // it was unlearned
     part("latest").hidden = chosen === null;
     show(chosen === null ? stream.predicted ?? images.at(-1) : stream.rows.get(chosen));
     const tile = (row) => {
@@ -99,8 +98,9 @@ export function makeAnswers(root, stream, pictures, onUnlearn) {
     const judged = (right) => (right ? "right" : "wrong");
     notice(`Noted: adapted was ${judged(told.right)}, zero-shot ${judged(told.zero_shot_right)}.`
       + (told.used ? " The guard takes it into account." : ""));
+    reload();
   });
-  part("unlearn").addEventListener("click", () => attempt(() => onUnlearn(shown.id)));
+  part("unlearn").addEventListener("click", () => attempt(() => unlearn(shown.id)));
   return {
     update,
     choose,

@@ -9,18 +9,20 @@ const PAGE = 50; // entries shown at first
 const FETCHED = 500; // entries asked for at once; the charts are drawn from them
 const STEPPED_IN = /^(frozen \(|blended|unknown)|alarm: /; // the guard's words where it changed something
 
-const guarded = (row) => row.kind === "image" && (row.reason.startsWith("guard") || STEPPED_IN.test(row.guard ?? ""));
+const known = (row) => row.kind === "image" && row.label !== null; // what an unlearned image was is erased
+const guarded = (row) => known(row) && (row.reason.startsWith("guard") || STEPPED_IN.test(row.guard ?? ""));
 const FILTERS = {
   all: () => true,
-  changed: (row) => row.kind === "image" && changed(row),
+  changed: (row) => known(row) && changed(row),
   guard: guarded,
   other: (row) => row.kind !== "image",
 };
 
 const phrases = (...parts) => parts.filter(Boolean).join("; ");
 
-// of events that are no images: what happened, and to what
+// of events other than answered images: what happened, and to what
 const WORDS = {
+  image: ["Image, unlearned", () => ""],
   label: ["Right answer given", ({ image, label }) => `#${image} is ${label}`],
   classes: ["Classes changed", ({ added, removed }) =>
     phrases(added.length && `added ${added.join(", ")}`, removed.length && `removed ${removed.join(", ")}`)],
@@ -45,21 +47,24 @@ export function makeLog(root, stream, pictures, { signal, choose, unlearn }) {
   function image(row) {
     const named = (words) => ({ "aria-label": `${words} image #${row.id}` });
     const see = button(pictures.of(row.id), () => choose(row.id), { className: "plain", ...named("Show") });
-    const forget = button("Unlearn", () => attempt(() => unlearn(row.id)), named("Unlearn"));
+    const forget = button("Unlearn", async () => {
+      const done = await attempt(() => unlearn(row.id));
+      if (done) tabs.find((tab) => tab.dataset.filter === filter).focus(); // the row that had it goes
+    }, named("Unlearn"));
     const words = el("p", {}, el("b", {}, row.label), el("small"), el("small", { className: "name" }, row.image));
     return el("li", { className: "image" }, see, words, el("p", { className: "fate soft" }), time(row), forget);
   }
 
   function entry(row) {
-    if (row.kind === "image") return image(row);
+    if (known(row)) return image(row);
     const [what, which] = WORDS[row.kind];
     return el("li", {}, el("span", { className: "thumb" }, `#${row.id}`), el("p", {}, el("b", {}, what)),
-      el("p", { className: "fate soft" }, which(row.detail ?? {})), time(row));
+      el("p", { className: "fate soft" }, row.detail ? which(row.detail) : ""), time(row));
   }
 
   function refresh(node, row) {
     node.classList.toggle("gone", !row.live);
-    if (row.kind !== "image") return;
+    if (!known(row)) return;
     const zeroShot = changed(row) ? `, zero-shot ${row.zero_shot}` : "";
     node.querySelector("small").textContent = percent(row.confidence) + zeroShot;
     node.classList.toggle("changed", changed(row));
@@ -72,7 +77,7 @@ export function makeLog(root, stream, pictures, { signal, choose, unlearn }) {
     const found = all.filter((row) => row.id <= newest);
     newer.hidden = found.length === all.length;
     newer.textContent = `Show ${many(all.length - found.length, "newer entry", "newer entries")}`;
-    keyed(list, found.slice(0, length), (row) => row.id, entry, refresh);
+    keyed(list, found.slice(0, length), (row) => `${row.id} ${row.live}`, entry, refresh);
     root.querySelector("#no-log").hidden = found.length > 0;
     older.hidden = found.length <= length && !more;
   }
@@ -88,7 +93,7 @@ export function makeLog(root, stream, pictures, { signal, choose, unlearn }) {
     const rows = await fetchRows("");
     const last = rows[0]?.id ?? 0;
     const since = [...stream.rows.values()].filter((row) => row.id > last); // came while these were read
-    const merged = [...rows.map((row) => ({ ...stream.rows.get(row.id), ...row })), ...since];
+    const merged = [...rows.map((row) => (row.live ? { ...stream.rows.get(row.id), ...row } : row)), ...since];
     stream.rows = new Map(merged.map((row) => [row.id, row]));
   }
 

@@ -48,11 +48,13 @@ export function openStream(root, signal, name) {
     },
     async unlearn(id) {
       await send("DELETE", at(name, "images", id));
+      pictures.forget(id);
       notice(`Image #${id} is unlearned.`);
     },
+    reload: () => soonReload(),
   };
   const overview = makeOverview(root, stream, (image) => rollBack(stream, { before: image }, true));
-  const answers = makeAnswers(root, stream, pictures, actions.unlearn);
+  const answers = makeAnswers(root, stream, pictures, actions);
   const course = makeCourse(root, stream);
   const queues = makeQueues(root, stream, pictures, signal);
   const map = makeMap(root, stream, signal);

@@ -4,11 +4,22 @@ import { at, getBlob } from "./api.js";
 import { el } from "./dom.js";
 
 const KEPT = 600;
+const SIDE = 192; // pixels of the shorter side of a picture made here
+
+/** An object URL of a small copy of an image file. */
+async function small(file) {
+  const image = await createImageBitmap(file);
+  const scale = Math.min(1, SIDE / Math.min(image.width, image.height));
+  const canvas = el("canvas", { width: image.width * scale, height: image.height * scale });
+  canvas.getContext("2d").drawImage(image, 0, 0, canvas.width, canvas.height);
+  image.close();
+  return URL.createObjectURL(await new Promise((done) => canvas.toBlob(done, "image/jpeg", 0.85)));
+}
 
 /** A function from an image's id to a picture of it, or to its number where the stream keeps no thumbnails. */
 export function makePictures(stream, signal) {
   const known = new Map(); // id -> promise of an object URL, oldest first
-  const wanted = new Map(); // node -> id
+  const wanted = new WeakMap(); // node -> id
   const inView = new IntersectionObserver((entries) => {
     for (const { isIntersecting, target } of entries) {
       if (!isIntersecting) continue;
@@ -23,7 +34,7 @@ export function makePictures(stream, signal) {
   });
 
   function drop(id) {
-    known.get(id).then(URL.revokeObjectURL, () => {});
+    known.get(id)?.then(URL.revokeObjectURL, () => {});
     known.delete(id);
   }
 
@@ -54,6 +65,11 @@ export function makePictures(stream, signal) {
       return node;
     },
     /** Shows a file that was just sent as the picture of its answer, whether or not the server keeps one. */
-    remember: (id, file) => keep(id, Promise.resolve(URL.createObjectURL(file))),
+    remember(id, file) {
+      const made = small(file);
+      made.catch(() => {}); // a format that the browser does not read: the number stays
+      keep(id, made);
+    },
+    forget: drop,
   };
 }
