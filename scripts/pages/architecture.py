@@ -17,7 +17,7 @@ LAYERS = (
     {"guard": 2},
     {"session": 1},
     {"report": 1},
-    {"experiments": 0, "doctor": 1},
+    {"experiments": 0, "doctor": 1, "serve": 2},
     {"cli": 0},
 )
 WIDTH, BOX, TALL, STEP = 640, 150, 34, 66

@@ -20,22 +20,12 @@ from testtime.errors import SettingError as SettingError
 from testtime.errors import StateError as StateError
 from testtime.errors import TesttimeError as TesttimeError
 from testtime.errors import UnknownName as UnknownName
+from testtime.stored import StoredImage as StoredImage
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
     from testtime.calibration import Calibration
-
-
-@runtime_checkable
-class StoredImage(Protocol):
-    """An image inside another file: a member of an archive, a row of a table. A Path is one too.
-
-    Its `str()` is a stable name, as for a path.
-    """
-
-    def read_bytes(self) -> bytes:
-        """The image file's bytes."""
 
 
 class Context(Protocol):

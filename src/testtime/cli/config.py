@@ -39,7 +39,7 @@ def _read(context: typer.Context, file: Path | None) -> Path | None:
     """Make the options in a file the defaults of this call. It is called before other options are read."""
     if file is None or context.resilient_parsing:  # resilient: a shell asks for completions
         return file
-    from testtime.files import read_bytes  # imports torch
+    from testtime.files import read_bytes  # imports safetensors
     from testtime.registry import unknown
 
     try:

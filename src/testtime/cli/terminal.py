@@ -74,7 +74,7 @@ def opened(path: Path | None, append: bool) -> Iterator[Any]:
     if path is None:
         yield sys.stdout
         return
-    from testtime.files import make_folder  # imports torch
+    from testtime.files import make_folder  # imports safetensors
 
     try:
         make_folder(path.parent)

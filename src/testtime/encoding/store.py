@@ -156,7 +156,7 @@ class Features:
                 yield torch.cat([self.read(index, index + 1, dtype) for index in indices])
 
     def _check_text(self) -> None:
-        if self.text.ndim != 2 or self.text.shape[1] != self.dim or self.text.dtype not in files.FLOATS.values():
+        if self.text.ndim != 2 or self.text.shape[1] != self.dim or self.text.dtype not in files.float_types().values():
             kind = f"{str(self.text.dtype)[6:]} {tuple(self.text.shape)}"
             raise FeatureError(f"{self.path}: text must be (C, {self.dim}) floats to fit the views; got {kind}.")
         for number, shard in enumerate(self._shards[1:], start=1):

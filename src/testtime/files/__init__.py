@@ -12,14 +12,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from errno import EINVAL, EISDIR
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save as to_bytes
-from torch import Tensor
 
-from testtime.types import InputError
+from testtime.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor  # loaded where tensors are: processes that only read images do without
 
 
 def write_atomic(path: str | Path, content: bytes | str, private: bool = False) -> Path:
@@ -177,8 +178,10 @@ def parse_json(text: str | bytes, what: object, error: type[InputError] = InputE
 
 def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Path:
     """Write a safetensors file atomically. The same tensors and metadata give the same bytes."""
+    from safetensors.torch import save
+
     stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    return write_atomic(path, _with_sorted_header(to_bytes(stored, dict(metadata))))
+    return write_atomic(path, _with_sorted_header(save(stored, dict(metadata))))
 
 
 def _with_sorted_header(content: bytes) -> bytes:
@@ -210,7 +213,12 @@ def open_tensors(path: str | Path, error: type[InputError] = InputError) -> safe
 # GEMM kernel, which rounds differently.
 ALIGNMENT = 64
 
-FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
+
+def float_types() -> dict[str, torch.dtype]:
+    """The floating-point types of tensors in a file, by their names in it."""
+    import torch
+
+    return {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 
 
 class Rows:
@@ -226,13 +234,15 @@ class Rows:
             length = int.from_bytes(file.read(8), "little")
             entry = json.loads(file.read(length))[name]
             self._identity = _identity(file.fileno())
-        if entry["dtype"] not in FLOATS:
+        if entry["dtype"] not in float_types():
             raise error(f"{self.path}: {name} must be floating point; got {entry['dtype']}.")
-        self.dtype, self.shape = FLOATS[entry["dtype"]], tuple(entry["shape"])
+        self.dtype, self.shape = float_types()[entry["dtype"]], tuple(entry["shape"])
         self._begin = 8 + length + entry["data_offsets"][0]
 
     def read(self, start: int, stop: int) -> Tensor:
         """The rows from start to stop, in their own memory."""
+        import torch
+
         rows = torch.empty(stop - start, *self.shape[1:], dtype=self.dtype)
         buffer = rows.view(torch.uint8).numpy().data.cast("B")
         done, width = 0, math.prod(self.shape[1:]) * rows.element_size()

@@ -17,11 +17,12 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from testtime.errors import ImageError, InputError
 from testtime.files import NotRegular, opened, read_bytes
 from testtime.images import formats
 from testtime.images.formats import IMAGE_SUFFIXES as IMAGE_SUFFIXES
 from testtime.registry import folded_name
-from testtime.types import ImageError, InputError, StoredImage
+from testtime.stored import StoredImage
 
 MAX_PIXELS = 200_000_000  # limit for any image; a few bytes of header can claim far more
 SMALL_CROP = 2**24  # pixels up to which Pillow's own limit does not matter
