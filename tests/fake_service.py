@@ -35,6 +35,7 @@ class FakeService:
         self.held, self.busy = False, 0  # whether answers wait, and how many requests do
 
     async def start(self) -> None:
+        self.telemetry.watch(lambda: self.ready, lambda: bool(self.read_only))
         self.ready = True
 
     async def close(self) -> None:
@@ -195,9 +196,12 @@ class FakeService:
     async def map(self, name: str) -> dict[str, Any]:
         self._check(name)
         return {
-            "classes": [{"label": "cat", "text": [0.0, 1.0], "visual": None}],
+            "classes": [{"label": "cat", "prompt": [0.0, 1.0], "text": [0.0, 1.0], "visual": None}],
             "images": [{"id": 1, "label": "cat", "x": 0.0, "y": 0.5, "learned": True}],
         }
+
+    async def tour(self) -> dict[str, Any]:
+        return await self.create(StreamSpec("tour-1", ("cat",)))
 
     @asynccontextmanager
     async def subscribe(self, name: str) -> AsyncIterator[asyncio.Queue[dict[str, Any]]]:

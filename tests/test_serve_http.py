@@ -244,6 +244,7 @@ def test_every_call_reaches_the_service(client, service) -> None:
     refusal(client.put("/v1/streams/new/state", content=b"state"), 409)
     assert client.get(f"{at}/queues").json()["classes"][0]["slots"] == [{"image": 1, "entropy": 0.1}]
     assert client.get(f"{at}/map").json()["images"][0]["id"] == 1
+    assert client.post("/v1/tour").json()["name"] == "tour-1"
     assert client.post(f"{at}/reset").json()["images"] == 0
     assert client.delete(f"{at}/snapshots/1").status_code == 204
     assert client.delete(at).status_code == 204

@@ -48,7 +48,6 @@ def make_app(service: Service, gate: Gate, limits: Limits | None = None, secure:
 
     @asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
-        service.telemetry.watch(lambda: service.ready, lambda: bool(service.read_only))
         await service.start()
         try:
             yield

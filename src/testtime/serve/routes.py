@@ -35,7 +35,8 @@ REASONS = {
     415: "Not a form of body that is known here.",
     422: "Something in the request is wrong; the message names it.",
     429: "Too many requests of this token; Retry-After says when to try again.",
-    503: "Busy, starting, stopping or out of disk space; Retry-After says when to try again.",
+    503: "Busy, starting or stopping; Retry-After says when to try again.",
+    507: "The disk is full, or does not take the change.",
 }
 ALWAYS = (401, 403, 422, 429, 503)
 LARGE = schemas.LIMITS.image_bytes
@@ -61,6 +62,8 @@ def described(scope: str, model: Any = None, *others: int, status: int = 200, co
     if content is not None:
         answer["content"] = content
     responses[status] = answer
+    if scope == "admin":
+        responses[507] = {"model": schemas.Failure, "description": REASONS[507]}
     return {
         "status_code": status,
         "response_class": Json if model is not None else Response,
@@ -272,6 +275,10 @@ def stream_routes(service: Service, gate: Gate, budget: Budget, limits: Limits) 
     )
     async def change_classes(name: Name, body: schemas.ClassChange) -> Response:
         return Json(await service.change_classes(name, add=body.add, remove=body.remove))
+
+    @router.post("/tour", summary="Start the guided tour's stream", **described("admin", schemas.StreamInfo, 409))
+    async def tour() -> Response:
+        return Json(await service.tour())
 
     state = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 

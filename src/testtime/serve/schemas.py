@@ -34,8 +34,10 @@ class NewStream(Body):
     name: StreamName
     classes: Annotated[list[ClassName], Field(min_length=1, max_length=LIMITS.classes, examples=[["cat", "dog"]])]
     templates: (
-        Annotated[str, Field(max_length=1000)]
-        | Annotated[list[Annotated[str, Field(max_length=1000)]], Field(min_length=1, max_length=LIMITS.templates)]
+        Annotated[str, Field(max_length=LIMITS.name)]
+        | Annotated[
+            list[Annotated[str, Field(max_length=LIMITS.name)]], Field(min_length=1, max_length=LIMITS.templates)
+        ]
         | None
     ) = Field(None, examples=[["a photo of a {}."]], description="Prompts with {} for the class, or a named set.")
     method: Annotated[str, Field(max_length=100)] = "dpe"
@@ -270,7 +272,10 @@ class Queues(BaseModel):
 
 
 class ClassPoint(BaseModel):
+    """A class on the map: where its prompts are, where its text prototype and its visual one are now."""
+
     label: str
+    prompt: list[float]
     text: list[float]
     visual: list[float] | None
 
