@@ -315,7 +315,8 @@ def test_a_token_is_asked_for_and_kept_in_the_tab_only(visit, browser, tmp_path)
         opened(page)  # by an event stream, which needs the token too
         send(page, picture(1))
         page.reload()
-        opened(page).locator("#log img").wait_for()  # a thumbnail, which needs it too
+        opened(page).locator("#log-part").scroll_into_view_if_needed()
+        page.locator("#log img").wait_for()  # a thumbnail, which needs it too
         kept = page.evaluate("[Object.values(sessionStorage), localStorage.length, document.cookie]")
         assert kept == [[secret], 0, ""] and secret not in page.url
         page.close()
