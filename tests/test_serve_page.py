@@ -266,6 +266,27 @@ def test_everything_is_forgotten_only_after_a_question(visit, stream, address):
     page.locator("#numbers b").first.get_by_text("0", exact=True).wait_for()
 
 
+def test_an_alarm_is_shown_and_offers_to_go_back(visit, stream, address):
+    for shade in (1, 2, 3):
+        httpx.post(f"{address}/v1/streams/{stream}/images", files={"file": ("a.png", picture(shade)["buffer"])})
+
+    def alarmed(route):  # a stream long enough to drift would take too long here
+        answer = route.fetch()
+        route.fulfill(response=answer, json=answer.json() | {"alarms": [2]})
+
+    page = visit()
+    page.route(f"**/v1/streams/{stream}", alarmed)
+    page.evaluate("name => { location.hash = `#/${name}` }", stream)
+    banner = page.locator(".banner", has_text="The stream has changed at image #2")
+    page.locator("#entropy .alarm").wait_for(state="attached")
+    banner.get_by_role("button", name="Roll back to before it").click()
+    page.locator(".notice", has_text="Back at 1 image.").wait_for()
+    assert of(address, stream)["images"] == 1
+    banner.get_by_role("button", name="Dismiss").click()
+    banner.wait_for(state="detached")
+    page.unroute_all(behavior="wait")
+
+
 def test_the_tour_explains_in_six_steps_and_goes_back(visit, address):
     page = visit()
     page.get_by_role("button", name="Take the one-minute tour").click()

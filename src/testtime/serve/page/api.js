@@ -10,7 +10,7 @@ export const token = {
   set: (value) => (value ? sessionStorage.setItem(TOKEN, value) : sessionStorage.removeItem(TOKEN)),
 };
 
-export class ApiError extends Error {
+class ApiError extends Error {
   constructor(message, status, retryAfter) {
     super(message);
     Object.assign(this, { status, retryAfter });

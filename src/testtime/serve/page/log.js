@@ -5,7 +5,7 @@ import { changed, fate } from "./answers.js";
 import { button, clock, el, keyed, many, percent } from "./dom.js";
 import { attempt } from "./notices.js";
 
-const PAGE = 50; // entries shown at first
+const PAGE = 20; // entries shown at first
 const FETCHED = 500; // entries asked for at once; the charts are drawn from them
 const STEPPED_IN = /^(frozen \(|blended|unknown)|alarm: /; // the guard's words where it changed something
 

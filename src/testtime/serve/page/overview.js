@@ -10,7 +10,7 @@ function numbers(info) {
   const right = (found) => `${count(found)}/${count(feedback.labels)}`;
   const cards = [
     ["Images", count(info.images), info.waiting ? `${count(info.waiting)} waiting` : ""],
-    ["Learned from", share(info.learned), refused ? `${count(refused)} not` : ""],
+    ["Learned from", share(info.learned), refused ? `not from ${count(refused)}` : ""],
     ["Answers changed", share(info.changed), info.changed ? `${count(info.changed)} unlike zero-shot` : ""],
     ["Mean entropy", info.images ? info.mean_entropy.toFixed(2) : "–", info.images ? "nats, latest images" : ""],
   ];

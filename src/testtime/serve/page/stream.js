@@ -75,8 +75,9 @@ export function openStream(root, signal, name) {
     manage.drawClasses();
   }
 
-  /** Runs in the background, paced; the next event tries again, and a lost connection is shown. */
+  /** Runs in the background, paced; the next event tries again, and a lost connection is shown. Not in a hidden tab. */
   const soon = (work, pause) => paced(async () => {
+    if (document.hidden) return;
     try {
       await work();
     } catch (problem) {
@@ -150,6 +151,7 @@ export function openStream(root, signal, name) {
     }
   }
 
+  document.addEventListener("visibilitychange", () => stream.info && redraw(), { signal });
   makeIntake(root, stream, signal, onAnswer);
   listen();
 }
