@@ -124,6 +124,10 @@ class Pipeline:
         await asyncio.to_thread(self._live.close)
         await asyncio.to_thread(self._learners.shutdown)
 
+    def warm_up(self, plan: ViewPlan) -> None:
+        """Prepare the encoder for images of these views."""
+        self._live.warm_up(plan)
+
     # In the event loop
 
     async def answer(self, stream: Stream, uploads: Sequence[Upload], learn: bool, top: int) -> list[Answer]:

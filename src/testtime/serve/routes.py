@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Request, Response
+from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 
 from testtime.serve import schemas
@@ -39,13 +40,12 @@ REASONS = {
     507: "The disk is full, or does not take the change.",
 }
 ALWAYS = (401, 403, 422, 429, 503)
+WITH_BODY = (400, 408, 413)
 LARGE = schemas.LIMITS.image_bytes
 
 
-class Json(Response):
+class Json(JSONResponse):
     """JSON, without a model in between."""
-
-    media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
         return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
@@ -129,7 +129,7 @@ IMAGES = {
 def image_routes(service: Service, gate: Gate, budget: Budget, limits: Limits) -> APIRouter:
     """Images in, answers out; this is the hot path, so only the request is a parameter, and it is parsed by hand."""
     router = APIRouter(tags=["images"])
-    said = described("", schemas.Answers, 400, 404, 408, 413, 415) | {"openapi_extra": IMAGES}
+    said = described("", schemas.Answers, *WITH_BODY, 404, 409, 415) | {"openapi_extra": IMAGES}
     for code in (413, 422, 503):  # what a request gets whose every image failed
         said["responses"][code] = said["responses"][code] | {"model": schemas.Failure | schemas.Answers}
 
@@ -193,7 +193,9 @@ def stream_routes(service: Service, gate: Gate, budget: Budget, limits: Limits) 
     async def stream(name: Name) -> Response:
         return Json(service.stream(name))
 
-    @router.post("/streams", summary="Make a stream", **described("admin", schemas.StreamInfo, 409, status=201))
+    @router.post(
+        "/streams", summary="Make a stream", **described("admin", schemas.StreamInfo, *WITH_BODY, 409, status=201)
+    )
     async def create(body: schemas.NewStream) -> Response:
         return Json(await service.create(body.spec()), 201)
 
@@ -203,7 +205,9 @@ def stream_routes(service: Service, gate: Gate, budget: Budget, limits: Limits) 
         return Response(status_code=204)
 
     @router.post(
-        "/streams/{name}/labels", summary="Give the right label", **described("learn", schemas.LabelResult, 404, 409)
+        "/streams/{name}/labels",
+        summary="Give the right label",
+        **described("learn", schemas.LabelResult, *WITH_BODY, 404, 409),
     )
     async def label(name: Name, body: schemas.NewLabel) -> Response:
         return Json(await service.label(name, body.image, body.label))
@@ -238,7 +242,7 @@ def stream_routes(service: Service, gate: Gate, budget: Budget, limits: Limits) 
     @router.post(
         "/streams/{name}/snapshots",
         summary="Take a snapshot",
-        **described("admin", schemas.SnapshotInfo, 404, 409, status=201),
+        **described("admin", schemas.SnapshotInfo, *WITH_BODY, 404, 409, status=201),
     )
     async def snapshot(name: Name, body: schemas.NewSnapshot) -> Response:
         return Json(await service.snapshot(name, body.title), 201)
@@ -252,7 +256,9 @@ def stream_routes(service: Service, gate: Gate, budget: Budget, limits: Limits) 
         await service.delete_snapshot(name, snapshot)
         return Response(status_code=204)
 
-    @router.post("/streams/{name}/rollback", summary="Go back", **described("admin", schemas.StreamInfo, 404, 409))
+    @router.post(
+        "/streams/{name}/rollback", summary="Go back", **described("admin", schemas.StreamInfo, *WITH_BODY, 404, 409)
+    )
     async def rollback(name: Name, body: schemas.Rollback) -> Response:
         return Json(await service.rollback(name, snapshot=body.snapshot, before=body.before))
 
@@ -265,13 +271,15 @@ def stream_routes(service: Service, gate: Gate, budget: Budget, limits: Limits) 
     @router.post(
         "/streams/{name}/fork",
         summary="Start a new stream here",
-        **described("admin", schemas.StreamInfo, 404, 409, status=201),
+        **described("admin", schemas.StreamInfo, *WITH_BODY, 404, 409, status=201),
     )
     async def fork(name: Name, body: schemas.Fork) -> Response:
         return Json(await service.fork(name, body.name, body.snapshot), 201)
 
     @router.post(
-        "/streams/{name}/classes", summary="Add or remove classes", **described("admin", schemas.StreamInfo, 404, 409)
+        "/streams/{name}/classes",
+        summary="Add or remove classes",
+        **described("admin", schemas.StreamInfo, *WITH_BODY, 404, 409),
     )
     async def change_classes(name: Name, body: schemas.ClassChange) -> Response:
         return Json(await service.change_classes(name, add=body.add, remove=body.remove))
@@ -290,7 +298,7 @@ def stream_routes(service: Service, gate: Gate, budget: Budget, limits: Limits) 
         data = await service.export(name, snapshot)
         return Response(data, media_type="application/octet-stream", headers=headers)
 
-    importing = described("admin", schemas.StreamInfo, 400, 408, 409, 413, status=201)
+    importing = described("admin", schemas.StreamInfo, *WITH_BODY, 409, status=201)
     importing["openapi_extra"] = importing["openapi_extra"] | {"requestBody": {"required": True, "content": state}}
 
     @router.put("/streams/{name}/state", summary="Make a stream of an exported state", **importing)
