@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-import re
-from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from testtime.serve.logs import _Lines
 from testtime.serve.telemetry import REASONS, STAGES, Telemetry
-
-ROOT = Path(__file__).parents[1]
 
 
 def answer(**changes: object) -> dict[str, object]:
@@ -111,20 +107,3 @@ def test_a_failure_is_logged_with_its_traceback() -> None:
     record = logging.LogRecord("testtime.serve", logging.ERROR, "", 0, "failed", (), error)
     assert "what went wrong" in json.loads(_Lines("json").format(record))["traceback"]
     assert "what went wrong" in _Lines("text").format(record)
-
-
-def test_the_dashboard_asks_only_for_metrics_that_exist() -> None:
-    dashboard = json.loads((ROOT / "deploy" / "grafana.json").read_text())
-    telemetry = Telemetry()
-    telemetry.answered("pets", answer(learned=False, reason="x", drift=True, label="dog"))
-    telemetry.answered("pets", answer())
-    telemetry.event("pets", "create")
-    telemetry.request("/", "GET", 200, 0.1)
-    telemetry.refused("rate")
-    known = {key.partition("{")[0] for key in samples(telemetry)}
-    queries = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
-    assert len(queries) >= 10
-    for query in queries:
-        names = re.findall(r"\b(?:testtime|process)_\w+", query)
-        assert names, query
-        assert set(names) <= known, query

@@ -12,7 +12,7 @@ PROBE = """
 import atexit, sys
 
 def loaded():
-    print(sorted({"numpy", "PIL", "torch"} & set(sys.modules)), file=sys.stderr)
+    print(sorted({"fastapi", "numpy", "PIL", "torch"} & set(sys.modules)), file=sys.stderr)
 
 atexit.register(loaded)
 from testtime.__main__ import main
@@ -43,9 +43,10 @@ def complete(line: str) -> list[str]:
     "command",
     [
         "",
-        *"run encode replay report train-prompts eval bench list doctor demo version data history".split(),
+        *"run encode replay report serve train-prompts eval bench list doctor demo version data history token".split(),
         "data check",
         "history unlearn",
+        "token add",
     ],
 )
 def test_help_loads_nothing_heavy(command) -> None:

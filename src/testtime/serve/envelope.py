@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
+from functools import lru_cache
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -90,7 +91,7 @@ class Envelope:
             return ""
         headers = dict(scope["headers"])
         host = headers.get(b"host", b"").decode("latin-1")
-        if not is_loopback(_hostname(f"//{host}")):
+        if not _is_here(host):
             return (
                 f"Host {host[:100]!r}: a service without tokens answers to localhost alone. Use http://127.0.0.1, or "
                 "make a token with 'testtime token add'."
@@ -119,11 +120,13 @@ class Envelope:
             requests.info("request", extra={"fields": fields})
 
 
-def _hostname(address: str) -> str:
+@lru_cache(64)
+def _is_here(host: str) -> bool:
+    """Whether a Host header names this machine, with or without a port."""
     try:
-        return urlsplit(address).hostname or ""
+        return is_loopback(urlsplit(f"//{host}").hostname or "")
     except ValueError:
-        return ""
+        return False
 
 
 async def refuse(send: Send, problem: str, status: int = 403) -> None:
