@@ -4,7 +4,7 @@
     python benchmarks/serve.py --device cuda --classes 1000 --only testtime --decoders 12
 
 Three servers, one after another, each in its own process, with the same encoder (random weights) and the same JPEG
-files: the service with DPE and the guard on, and two FastAPI endpoints that read an image with Pillow, preprocess it,
+files: the service with DPE (and the guard, unless --no-guard), and two FastAPI endpoints that read an image with Pillow, preprocess it,
 encode it alone and take the softmax: one with `def` (FastAPI's thread pool), one with `async def` (one at a time).
 Clients are processes with one keep-alive connection each, on the loopback address; each sends its next image when the
 last is answered. Requests of the first seconds (--warm) are not counted. Of the service, the seconds that its encoder
@@ -265,7 +265,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 path = STREAM if kind == "testtime" else "/images"
                 if kind == "testtime":
                     classes = [f"thing {number}" for number in range(options.classes)]
-                    status, body = call(port, "POST", "/v1/streams", {"name": "bench", "classes": classes})
+                    described = {"name": "bench", "classes": classes, "guard": not options.no_guard}
+                    status, body = call(port, "POST", "/v1/streams", described)
                     if status != 201:
                         raise RuntimeError(body.decode())
                 status, body = call(port, "POST", path, photograph_bytes(images))  # compiles
@@ -312,6 +313,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--warm", type=float, default=3)
     parser.add_argument("--decoders", type=int, default=2)
     parser.add_argument("--max-batch", type=int, default=32)
+    parser.add_argument("--no-guard", action="store_true")
     parser.add_argument("--only", default=",".join(SERVERS))
     parser.add_argument("--bare", help=argparse.SUPPRESS)
     parser.add_argument("--encoder", help=argparse.SUPPRESS)

@@ -28,7 +28,7 @@ from testtime.images.reading import read_image
 from testtime.images.thumbnail import thumbnail_jpeg
 from testtime.serve import decoding
 from testtime.serve.decoding import Decoded, Decoder
-from testtime.types import ImageError
+from testtime.types import ImageError, InputError
 
 # a worker that misbehaves on some files
 HOOK = """
@@ -325,7 +325,9 @@ def test_other_processes_go_on_while_one_hangs(hooked: None) -> None:
         slow = asyncio.create_task(refusal(decoder, b"sleep 60"))
         found = await asyncio.gather(*(decoder.decode(saved(photo())) for _ in range(50)))
         assert len(found) == 50 and not slow.done() and decoder.busy == 1
+        used = pid(decoder)
         await slow
+        assert pid(decoder) == used  # the other one is still starting
 
     use(call, processes=2, seconds=3)
 
@@ -358,6 +360,12 @@ def test_process_that_does_not_start_is_no_fault_of_the_image(monkeypatch: pytes
                 await decoder.decode(saved(photo()))
 
     use(call)
+
+
+def test_impossible_limits_are_refused() -> None:
+    for limit in ("processes", "max_pixels", "seconds", "memory"):
+        with pytest.raises(InputError, match=f"{limit}=0: must be more than 0"):
+            Decoder(**{limit: 0})
 
 
 def test_closing_waits_for_images_in_progress_and_refuses_others(hooked: None) -> None:

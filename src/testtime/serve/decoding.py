@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 import testtime
-from testtime.errors import ImageError
+from testtime.errors import ImageError, InputError
 from testtime.images.reading import source_name
 from testtime.serve.decode_worker import ANSWER, MAX_MESSAGE, READY, REQUEST
 
 COMMAND = (sys.executable, "-P", "-m", "testtime.serve.decode_worker")  # -P: nothing is imported from its folder
-START_UP = 60.0  # seconds a process may take to start; it takes about a third of one
+START_UP = 60.0  # seconds a process may take to start; it takes about a fifth of one
 LARGE = 2**24  # bytes of pixels from which they are copied in a thread, and their shared memory is freed
 SETTINGS = {
     "OPENBLAS_NUM_THREADS": "1",
@@ -49,7 +49,7 @@ class Decoded(NamedTuple):
 class Decoder:
     """Decodes images in `processes` of their own, for one event loop.
 
-    An image that has more than `max_pixels`, takes more than `seconds`, needs more than `memory` bytes beside its file,
+    An image that has more than `max_pixels`, takes more than `seconds`, needs more than `memory` bytes with its file,
     or cannot be read, is an ImageError. `restarts` counts the processes that were killed or died, `waiting` the images
     that wait for a process, and `busy` the processes at work.
     """
@@ -57,10 +57,14 @@ class Decoder:
     def __init__(
         self, processes: int = 2, *, max_pixels: int = 50_000_000, seconds: float = 10.0, memory: int = 2**30
     ) -> None:
+        limits = {"processes": processes, "max_pixels": max_pixels, "seconds": seconds, "memory": memory}
+        for name, value in limits.items():
+            if not value > 0:
+                raise InputError(f"{name}={value}: must be more than 0.")
         self.max_pixels, self.seconds, self.memory = max_pixels, seconds, memory
         self.processes, self.restarts, self.waiting = processes, 0, 0
         self._closed = False
-        self._free = deque(self._worker() for _ in range(processes))  # the one used last is at the end
+        self._free = deque(self._worker() for _ in range(processes))
         self._slots = asyncio.Semaphore(processes)
         self._tasks: set[asyncio.Task[Decoded]] = set()
 
@@ -120,7 +124,8 @@ class Decoder:
             worker = await self._replaced(worker)
             raise
         finally:
-            self._free.append(worker)
+            # the last in line is used next: not one that is still starting
+            self._free.append(worker) if worker.ready else self._free.appendleft(worker)
             self._slots.release()
 
     async def _replaced(self, worker: _Worker) -> _Worker:
@@ -158,7 +163,7 @@ class _Worker:
             theirs.close()
             os.close(shared)
         self.link.setblocking(False)
-        self._ready = False
+        self.ready = False  # for images
 
     def has_ended(self) -> bool:
         return self.process.poll() is not None
@@ -176,11 +181,11 @@ class _Worker:
 
     async def start(self) -> None:
         """Wait until the process is ready for its first image."""
-        if self._ready:
+        if self.ready:
             return
         try:
             async with asyncio.timeout(START_UP):
-                self._ready = await self._receive(len(READY)) == READY
+                self.ready = await self._receive(len(READY)) == READY
         except (TimeoutError, EOFError, OSError):
             command = " ".join(COMMAND)
             raise RuntimeError(f"A process that decodes images does not start; see what {command} prints.") from None

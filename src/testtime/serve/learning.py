@@ -57,6 +57,7 @@ class Learning:
         self._session, self._lock = session, threading.Lock()
         self.number = store.last_number(stream)
         self.seconds_writing = 0.0  # of the last images
+        self.alarms: list[int] = []
         self._entropies: deque[float] = deque(maxlen=RECENT)
         self._changes: deque[bool] = deque(maxlen=RECENT)
         self._recount()

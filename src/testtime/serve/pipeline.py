@@ -73,7 +73,7 @@ class Stream:
     queue: deque[Pending] = field(default_factory=deque)
     running: bool = False
     idle: asyncio.Event = field(default_factory=asyncio.Event)
-    keys: dict[str, asyncio.Future[Answer]] = field(default_factory=dict)  # of images on their way
+    keys: dict[str, asyncio.Future[None]] = field(default_factory=dict)  # of images on their way
     subscribers: set[asyncio.Queue[dict[str, Any]]] = field(default_factory=set)
     deleted: bool = False
 
@@ -124,6 +124,10 @@ class Pipeline:
         await asyncio.to_thread(self._live.close)
         await asyncio.to_thread(self._learners.shutdown)
 
+    def warm_up(self, plan: ViewPlan) -> None:
+        """Prepare the encoder for images of these views."""
+        self._live.warm_up(plan)
+
     # In the event loop
 
     async def answer(self, stream: Stream, uploads: Sequence[Upload], learn: bool, top: int) -> list[Answer]:
@@ -148,51 +152,53 @@ class Pipeline:
 
     async def _answers(self, stream: Stream, uploads: Sequence[Upload], learn: bool, top: int) -> list[Answer]:
         began = time.perf_counter()
-        repeated: dict[int, asyncio.Future[Answer] | Answer] = {}  # images whose key came before
-        claimed: list[str] = []  # keys of images that are not admitted yet
+        keys = {upload.key for upload in uploads if learn and upload.key is not None}
+        while (other := next((stream.keys[key] for key in keys if key in stream.keys), None)) is not None:
+            await asyncio.shield(other)  # whatever comes of the image with this key; then it is in the log, or is not
+        answers: dict[int, Answer] = {}
+        fresh, twins = dict[int, Upload](), dict[int, str]()  # twins: images whose key comes twice in this request
+        claimed: set[str] = set()  # keys of images that are not admitted yet
         for place, upload in enumerate(uploads):
             if not learn or upload.key is None:
-                continue
-            if (before := self._with_key(stream, upload.key)) is not None:
-                repeated[place] = before
+                fresh[place] = upload
+            elif upload.key in claimed:
+                twins[place] = upload.key
+            elif (before := self._with_key(stream, upload.key)) is not None:
+                answers[place] = before
             else:
-                stream.keys[upload.key] = self._loop.create_future()
-                claimed.append(upload.key)
+                fresh[place], stream.keys[upload.key] = upload, self._loop.create_future()
+                claimed.add(upload.key)
+        pending: dict[int, Pending] = {}
         try:
-            fresh = [place for place in range(len(uploads)) if place not in repeated]
-            decoded = await asyncio.gather(*(self._decode(stream, uploads[place]) for place in fresh))
-            found = dict(zip(fresh, decoded, strict=True))
+            decoded = await asyncio.gather(*(self._decode(stream, upload) for upload in fresh.values()))
             async with stream.order:
                 stream.check_there()
-                pending = {
-                    place: self._pending(stream, uploads[place], image, learn, top, began)
-                    for place, image in found.items()
-                    if isinstance(image, Decoded)
-                }
-                claimed = [upload.key for place in found if place not in pending and (upload := uploads[place]).key]
+                for (place, upload), image in zip(fresh.items(), decoded, strict=True):
+                    if isinstance(image, Decoded):
+                        pending[place] = self._pending(stream, upload, image, learn, top, began)
+                        claimed.discard(upload.key or "")
+                    else:
+                        answers[place] = image
                 self._admit(stream, list(pending.values()))
         finally:
             for key in claimed:  # nothing came of these images
-                stream.keys.pop(key).set_result(failure(ServiceError(503, "The image with this key failed."), ""))
-        answers = {place: image for place, image in found.items() if isinstance(image, dict)}
-        for place, image in pending.items():
-            answers[place] = await image.answer
-        for place, before in repeated.items():
-            first = before if isinstance(before, dict) else await asyncio.shield(before)
+                stream.keys.pop(key).set_result(None)
+        for place, admitted in pending.items():
+            answers[place] = await admitted.answer
+        for place, key in twins.items():
+            first = next(answers[other] for other, upload in fresh.items() if upload.key == key)
             answers[place] = first if "error" in first else {**first, "repeated": True}
         return [answers[place] for place in range(len(uploads))]
 
-    def _with_key(self, stream: Stream, key: str) -> asyncio.Future[Answer] | Answer | None:
-        """The answer to an image that came with a key before, or that is on its way; None if there was none."""
-        if key in stream.keys:
-            return stream.keys[key]
+    def _with_key(self, stream: Stream, key: str) -> Answer | None:
+        """The answer to an image that came with a key before; None if there was none."""
         event = self._store.with_key(stream.number, key)
         if event is None:
             return None
         if event.answer is None:
             return failure(ServiceError(410, "The image with this key was unlearned."), "")
         answer: Answer = json.loads(event.answer)
-        return {**answer, "milliseconds": dict.fromkeys(STAGES, 0.0)}
+        return {**answer, "repeated": True, "milliseconds": dict.fromkeys(STAGES, 0.0)}
 
     async def _decode(self, stream: Stream, upload: Upload) -> Decoded | Answer:
         """An image, decoded, or the error that its client gets."""
@@ -244,7 +250,7 @@ class Pipeline:
                 self.telemetry.answered(stream.name, answer)
                 stream.publish({"type": "answer", "answer": answer})
             if image.learn and image.upload.key is not None:
-                stream.keys.pop(image.upload.key).set_result(answer)
+                stream.keys.pop(image.upload.key).set_result(None)
             if not image.answer.done():  # its client may have gone
                 image.answer.set_result(answer)
 

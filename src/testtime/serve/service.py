@@ -245,7 +245,11 @@ class Service:
             return Session.load(path, task, encoder=ours, device=self._device)
 
         learning = Learning(self._store, number, self.settings, load, session)
-        return Stream(name, number, spec, created, learning, learning.session.task, learning.session.position)
+        ready = learning.session
+        ready.warm_up()  # no client waits for compilers
+        if ready.encoder is not None:
+            self.pipeline.warm_up(ready.plan)
+        return Stream(name, number, spec, created, learning, ready.task, ready.position)
 
     def _task(self, classes: Sequence[str], spec: StreamSpec) -> Task:
         return build_task(self.encoder, classes, spec.templates, context=_tunes(spec)).to(self._device)
