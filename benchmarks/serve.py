@@ -4,8 +4,9 @@
     python benchmarks/serve.py --device cuda --classes 1000 --only testtime --decoders 12
 
 Three servers, one after another, each in its own process, with the same encoder (random weights) and the same JPEG
-files: the service with DPE (and the guard, unless --no-guard), and two FastAPI endpoints that read an image with Pillow, preprocess it,
-encode it alone and take the softmax: one with `def` (FastAPI's thread pool), one with `async def` (one at a time).
+files: the service with DPE (and the guard, unless --no-guard), and two FastAPI endpoints that read an image with
+Pillow, preprocess it, encode it alone and take the softmax: one with `def` (FastAPI's thread pool), one with
+`async def` (one at a time).
 Clients are processes with one keep-alive connection each, on the loopback address; each sends its next image when the
 last is answered. Requests of the first seconds (--warm) are not counted. Of the service, the seconds that its encoder
 was at work come from its own metrics.
