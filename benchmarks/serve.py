@@ -220,7 +220,7 @@ def busy(port: int) -> tuple[float, float, float]:
 
 
 def encoder_alone(encoder_name: str, options: argparse.Namespace, images: Path) -> dict[str, float]:
-    """Images a second of the encoder itself, and its CPU time, from pixels in memory, in the way that the service encodes them."""
+    """Images a second of the encoder, and its CPU time, from pixels in memory, encoded as the service does it."""
     code = f"""
 import time, numpy, torch
 from pathlib import Path
