@@ -275,7 +275,7 @@ def test_a_prediction_is_one_peek_and_no_copy(reference: bool, monkeypatch: pyte
     for image in stream:
         prediction = session.predict(image)
         assert not prediction.learned
-    assert [spy.calls for spy in spies] == [["step", "peek", "peek", "peek"]]
+    assert [spy.calls for spy in spies] == [["steps", "peek", "peek", "peek"]]
     assert session.count == 1
 
 

@@ -103,10 +103,12 @@ def test_tensors_of_a_captured_peek_live_as_long_as_its_stepper(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("images", [0, 1, 31, 32, 64, 70])
-def test_a_stream_is_split_into_launches_of_two_sizes_and_no_empty_one(images: int) -> None:
+def test_a_stream_is_split_into_launches_of_three_sizes_and_no_empty_one(images: int) -> None:
     task, stream, _ = tt.toy(images=max(images, 1))
     parts = opened(task, DPE())._parts(stream[:images])
-    assert [len(part) for part in parts] == [graph.STEPS] * (images // graph.STEPS) + [1] * (images % graph.STEPS)
+    large, rest = divmod(images, graph.STEPS)
+    small, single = divmod(rest, graph.STEPS // 4)
+    assert [len(part) for part in parts] == [graph.STEPS] * large + [graph.STEPS // 4] * small + [1] * single
     assert torch.equal(torch.cat([*parts, stream[:0]]), stream[:images])
 
 
@@ -290,3 +292,14 @@ def test_answers_of_another_shape_than_logits_keep_their_shape() -> None:
     method = oracle_of(DMN())
     expected, _ = method.scan(task, method.init(task), stream)
     assert torch.equal(opened(task, method).scan(stream)[0], expected)
+
+
+def test_several_steps_at_once_say_which_images_were_learned_from() -> None:
+    task, stream, _ = tt.toy(images=45)
+    method = DPE(entropy_threshold=0.3)
+    together, apart = opened(task, method), opened(task, method)
+    logits, learned = together.steps(stream)
+    one_by_one = [apart.step(views) for views in stream]
+    assert torch.equal(logits[0], torch.cat([each for each, _ in one_by_one]))
+    assert torch.equal(learned[0], torch.cat([each for _, each in one_by_one]))
+    assert 0 < learned.sum() < 45 and same(together.snapshot()[0], apart.snapshot()[0])

@@ -188,52 +188,64 @@ class Prediction:
         names = [self.classnames[index] for index in best.indices.tolist()]
         return list(zip(names, best.values.tolist(), strict=True))
 
-    @staticmethod
-    def row(task: Task, logits: Tensor, feature: Tensor, learned: Tensor | bool) -> Tensor:
-        """What an answer is made of, (2 C + 1,), on the task's device: a method's logits (C,), those of the frozen
-        classifier for a feature (D,), and whether the method learned."""
-        return torch.cat([logits, task.zero_shot(feature), torch.as_tensor(learned).to(logits).reshape(1)])
-
     @classmethod
     def of(
         cls,
         task: Task,
         method: Method,
-        row: Tensor,
-        image: int,
+        rows: Tensor,
+        first: int,
         calibration: Calibration,
-        decision: Decision | None = None,
-    ) -> Prediction:
-        """The answer in a `row`, on the CPU.
+        decisions: Sequence[Decision | None],
+    ) -> list[Prediction]:
+        """The answers in rows (N, A + C + 1) on the CPU: a method's logits, the frozen ones, whether it learned.
 
-        Non-finite values are refused; `image` is the image's position in the input. `calibration` is that of the
-        stream, and moves on by this image. The logits of a guard, whose `decision` comes with them, are logits for
-        every method.
+        Non-finite values are refused; `first` is the position in the input of the first image. `calibration` is that of
+        the stream, and moves on by these images. The logits of a guard, whose `decisions` come with them, are logits
+        for every method.
         """
-        check_finite(method, row[None], image)
-        answer, frozen, learns = row.split([len(row) - 1 - task.classes, task.classes, 1])
-        answer = answer.clone()  # out of inference mode: an ordinary tensor
-        probabilities = answer.softmax(-1) if decision else method.probabilities(answer)
-        zero_shot = frozen.softmax(-1)
-        check_finite(method, probabilities[None], image)  # they may overflow where logits do not
-        index, zero_index = int(answer.argmax()), int(frozen.argmax())
-        log_p = log_of(probabilities)
-        calibrated = calibration.update(log_p[None], zero_shot[zero_index][None])
-        return cls(
-            label=UNKNOWN if decision and decision.answer == UNKNOWN else task.classnames[index],
-            confidence=float(probabilities[index]),
-            calibrated=float(calibrated),
-            entropy=float(-(probabilities * log_p).sum().clamp_max(0)) or 0.0,
-            zero_shot=task.classnames[zero_index],
-            zero_shot_confidence=float(zero_shot[zero_index]),
-            learned=bool(learns),
-            index=index,
-            zero_shot_index=zero_index,
-            logits=answer,
-            probabilities=probabilities,
-            classnames=task.classnames,
-            decision=decision,
+        check_finite(method, rows, first)
+        answers, frozen, learned = rows.split([rows.shape[1] - 1 - task.classes, task.classes, 1], 1)
+        answers = answers.clone()  # out of inference mode: ordinary tensors
+        probabilities = answers.softmax(-1) if decisions[0] else method.probabilities(answers)
+        check_finite(method, probabilities, first)  # they may overflow where logits do not
+        best, log_p = answers.argmax(-1), log_of(probabilities)
+        zero_best, zero_shot = frozen.argmax(-1), frozen.softmax(-1)
+        zero_confidence = zero_shot.gather(-1, zero_best[:, None])[:, 0]
+        columns = (
+            best,
+            zero_best,
+            probabilities.gather(-1, best[:, None])[:, 0],
+            zero_confidence,
+            calibration.update(log_p, zero_confidence),
+            -(probabilities * log_p).sum(-1).clamp_max(0),
+            learned[:, 0],
         )
+        numbers = zip(*(column.tolist() for column in columns), strict=True)
+        return [
+            cls(
+                label=_label(task, index, decisions[row]),
+                confidence=confidence,
+                calibrated=calibrated,
+                entropy=entropy or 0.0,
+                zero_shot=task.classnames[zero_index],
+                zero_shot_confidence=frozen_confidence,
+                learned=bool(learns),
+                index=index,
+                zero_shot_index=zero_index,
+                logits=answers[row],
+                probabilities=probabilities[row],
+                classnames=task.classnames,
+                decision=decisions[row],
+            )
+            for row, (index, zero_index, confidence, frozen_confidence, calibrated, entropy, learns) in enumerate(
+                numbers
+            )
+        ]
+
+
+def _label(task: Task, index: int, decision: Decision | None) -> str:
+    return UNKNOWN if decision is not None and decision.answer == UNKNOWN else task.classnames[index]
 
 
 def log_of(probabilities: Tensor) -> Tensor:

@@ -90,17 +90,21 @@ class Guarded:
     def step(self, views: Tensor) -> tuple[Tensor, Tensor]:
         return self._advance(views[None])
 
-    def scan(self, stream: Tensor) -> Tensor:
-        size, decisions, rows = 1 if stream.is_cpu else CHUNK, [], []
-        if not len(stream):
-            self.decisions = []
-            return self.stepper.scan(stream)[..., : self.task.classes]
+    def steps(self, stream: Tensor) -> tuple[Tensor, Tensor]:
+        size, decisions, found = 1 if stream.is_cpu else CHUNK, list[Decision](), []
         for part in stream.split(size):
-            rows.append(self._advance(part)[0])
+            found.append(self._advance(part))
             decisions += self.decisions
             self.index += len(part)
         self.decisions = decisions
-        return torch.cat(rows)[None]
+        logits, learned = map(torch.cat, zip(*found, strict=True))
+        return logits[None], learned[None]
+
+    def scan(self, stream: Tensor) -> Tensor:
+        if not len(stream):
+            self.decisions = []
+            return self.stepper.scan(stream)[..., : self.task.classes]
+        return self.steps(stream)[0]
 
     def peek(self, views: Tensor) -> Tensor:
         frozen, adapted = self._frozen(views[None]), self._logits(self.stepper.peek(views))
@@ -131,27 +135,27 @@ class Guarded:
         return bool(len(rows))
 
     def _advance(self, stream: Tensor) -> tuple[Tensor, Tensor]:
-        """Answers (N, C) to N images (N, V, D), and for a single one whether the method learned: (1,) bool."""
+        """Answers (N, C) to N images (N, V, D), and whether the method learned from each: (N,) bool."""
         frozen = self._frozen(stream)
         gate = self._admit(frozen)
-        if len(stream) == 1 and not gate.refused[0]:
-            adapted, learned = self.stepper.step(stream[0])
-        else:
-            adapted, learned = self._scan(stream, gate.refused), torch.zeros(1, dtype=torch.bool)
+        adapted, learned = self._step(stream, gate.refused)
         logits, self.decisions = self._answers(self._logits(adapted), frozen, gate, self.course)
         self._remember(frozen, gate)
         return logits, learned
 
-    def _scan(self, stream: Tensor, refused: Sequence[str]) -> Tensor:
-        """The method's scores of N images, learning from those that are not refused."""
-        rows: list[Tensor] = []
+    def _step(self, stream: Tensor, refused: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """The method's scores of N images, learning from those that are not refused, and whether it learned."""
+        rows, learned = list[Tensor](), list[Tensor]()
         for stop, group in groupby(range(len(stream)), key=lambda image: bool(refused[image])):
             images = list(group)
             if stop:
                 rows += [self.stepper.peek(stream[image]) for image in images]
+                learned.append(torch.zeros(len(images), dtype=torch.bool, device=stream.device))
             else:
-                rows.append(self.stepper.scan(stream[images[0] : images[-1] + 1])[0])
-        return torch.cat(rows)
+                scores, found = self.stepper.steps(stream[images[0] : images[-1] + 1])
+                rows.append(scores[0])
+                learned.append(found[0].to(stream.device))
+        return torch.cat(rows), torch.cat(learned)
 
     def _logits(self, scores: Tensor) -> Tensor:
         """The method's scores (N, ...) as logits: their softmax is its distribution."""

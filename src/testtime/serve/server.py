@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
+import sys
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -15,6 +16,7 @@ from testtime.serve.types import Limits
 
 GRACE = 30  # seconds for requests to finish once the server stops
 CONNECTIONS = 1000  # beyond these, requests get 503
+SWITCH = 0.0005  # seconds a thread may keep the others from Python: an answer passes through several threads
 
 
 class Stoppable(uvicorn.Server):
@@ -71,4 +73,5 @@ def configuration(
 
 def serve_on(listener: socket.socket, config: uvicorn.Config) -> None:
     """Serve until a signal comes, and until what was accepted by then is answered."""
+    sys.setswitchinterval(SWITCH)
     Stoppable(config).run(sockets=[listener])

@@ -259,16 +259,15 @@ class Session:
         """The same for several images, of consecutive indices; all or nothing, and read from a GPU at once."""
         with self._lock, deferred_interrupts():
             self.position = index
-            return self._advance([aligned(views.to(self.task.text)) for views in images])
+            return self._advance(torch.stack(list(images)).to(self.task.text))
 
     def peek(self, views: Tensor) -> Prediction:
         """Predict from views (V, D) of the encoding stream, used as they are, learning nothing."""
         with self._lock:
             views = aligned(views.to(self.task.text))
             with torch.inference_mode():
-                row = Prediction.row(self.task, self._steps().peek(views)[0], views[0], False)
-            decision = self.decisions[0] if self.guard else None
-            return self._predictions([row], [decision], self.calibration.copy())[0]
+                logits = self._steps().peek(views)
+            return self._predictions(logits, views[:1], torch.zeros(1, dtype=torch.bool), self.calibration.copy())[0]
 
     def predict(self, image: Source) -> Prediction:
         """Predict one image from what has been learned so far, learning nothing."""
@@ -347,7 +346,7 @@ class Session:
             views, prediction, deferred = entry.usable(), None, None
             try:
                 with self._lock, deferred_interrupts():
-                    (prediction,) = self._advance([views])
+                    (prediction,) = self._advance(views[None])
                     self._notify(entry, prediction)
             except BaseException as error:
                 if prediction is None:
@@ -398,30 +397,32 @@ class Session:
 
         return stream(self.encoder, images, self.plan, indices=count(self.position), like=self.task.text)
 
-    def _advance(self, images: Sequence[Tensor]) -> list[Prediction]:
-        """Predict and learn from unit views (V, D) of one image after another; answers are read from a GPU at once."""
-        start, rows, decisions = self.position, [], []
+    def _advance(self, images: Tensor) -> list[Prediction]:
+        """Predict and learn from the unit views (N, V, D) of one image after another."""
         with torch.inference_mode():
-            for views in images:
-                logits, learned = self._steps().step(views)
-                rows.append(Prediction.row(self.task, logits[0], views[0], learned))
-                decisions.append(self.decisions[0] if self.guard else None)
-                self.position += 1
-        self.position = start
+            logits, learned = self._steps().steps(images)
         with self._marking_unusable():
-            predictions = self._predictions(rows, decisions, self.calibration)
+            predictions = self._predictions(logits[0], images[:, 0], learned[0], self.calibration)
         self.count += len(images)
         self.position += len(images)
         return predictions
 
     def _predictions(
-        self, rows: Sequence[Tensor], decisions: Sequence[Decision | None], calibration: Calibration
+        self, logits: Tensor, features: Tensor, learned: Tensor, calibration: Calibration
     ) -> list[Prediction]:
-        """The answers in rows of `Prediction.row`, from this position in the input on."""
-        read = zip(count(self.position), torch.stack(list(rows)).cpu(), decisions, strict=False)
-        return [
-            Prediction.of(self.task, self.method, row, image, calibration, decision) for image, row, decision in read
-        ]
+        """The answers to images from this position in the input on, from the method's logits (N, A)."""
+        decisions = self.decisions if self.guard else [None] * len(logits)
+        with torch.inference_mode():
+            frozen = torch.stack([self.task.zero_shot(feature) for feature in features])
+            rows = torch.cat([logits, frozen, learned.to(logits)[:, None]], 1).cpu()  # one read from a GPU
+        # on a CPU one by one: a sum over one row and over one of several might round differently
+        size, found = 1 if logits.is_cpu else len(logits), list[Prediction]()
+        for part in rows.split(size):
+            first, end = len(found), len(found) + len(part)
+            found += Prediction.of(
+                self.task, self.method, part, self.position + first, calibration, decisions[first:end]
+            )
+        return found
 
     def _notify(self, entry: Encoded, prediction: Prediction | None) -> None:
         """Call every observer; errors are raised after all have been called."""

@@ -22,7 +22,7 @@ a chunk in groups, and is the same up to rounding.
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Protocol, TypeVar
@@ -46,6 +46,9 @@ class Stepper(Protocol):
 
     def step(self, views: Tensor) -> tuple[Tensor, Tensor]:
         """Logits (S, C) for one image's views (V, D), and which runs learned from it: (S,) bool."""
+
+    def steps(self, stream: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits (S, N, C) for the views of N images (N, V, D), at least one, and which runs learned: (S, N) bool."""
 
     def scan(self, stream: Tensor) -> Tensor:
         """Logits (S, N, C) for the views of N images (N, V, D), learning along the way."""
@@ -124,6 +127,12 @@ def _call_hook(fast: Fast, name: str, task: Task, default: Result) -> Result:
     """Call an optional function of a fast stepper's module; `default` if the module does not define it."""
     hook = getattr(import_module(fast.module), name, None)
     return hook(task) if hook else default
+
+
+def one_by_one(step: Callable[[Tensor], tuple[Tensor, Tensor]], stream: Tensor) -> tuple[Tensor, Tensor]:
+    """The `steps` of a stepper that takes them one by one."""
+    logits, learned = zip(*map(step, stream), strict=True)
+    return torch.stack(logits, 1), torch.stack(learned, 1)
 
 
 def dummy_views(task: Task, views: int) -> Tensor:

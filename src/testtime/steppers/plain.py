@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from testtime.methods.base import Nested
-from testtime.steppers import aligned, aligned_state, dummy_views, rows_aligned
+from testtime.steppers import aligned, aligned_state, dummy_views, one_by_one, rows_aligned
 from testtime.types import Method, Task
 
 
@@ -26,12 +26,15 @@ class Plain:
         self._state = state
         return logits[None], learned
 
+    def steps(self, stream: Tensor) -> tuple[Tensor, Tensor]:
+        return one_by_one(self.step, stream)
+
     def scan(self, stream: Tensor) -> Tensor:
         if not len(stream) or rows_aligned(stream):
             logits, self._state = self.method.scan(self.task, self._state, stream)
             return logits[None]
         # image by image, so that each is aligned the same wherever the stream is split
-        return torch.stack([self.step(views)[0] for views in stream], 1)
+        return self.steps(stream)[0]
 
     def peek(self, views: Tensor) -> Tensor:
         return self.method.step(self.task, self._state, aligned(views))[0][None]

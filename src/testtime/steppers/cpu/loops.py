@@ -21,7 +21,7 @@ from torch import Tensor
 
 from testtime.machine.capture import warn_once
 from testtime.ops import NEGLIGIBLE
-from testtime.steppers import ALIGNMENT, aligned, dummy_views
+from testtime.steppers import ALIGNMENT, aligned, dummy_views, one_by_one
 from testtime.steppers.cpu.lanes import LOWEST, Emitted, Lanes, row_loop
 from testtime.types import Task
 
@@ -123,8 +123,11 @@ class ByImage:
         logits, learned = self._step(aligned(views), False)
         return logits, torch.as_tensor(learned)
 
+    def steps(self, stream: Tensor) -> tuple[Tensor, Tensor]:
+        return one_by_one(self.step, stream)
+
     def scan(self, stream: Tensor) -> Tensor:
-        return torch.stack([self.step(views)[0] for views in stream], 1)
+        return self.steps(stream)[0]
 
     def peek(self, views: Tensor) -> Tensor:
         return self._step(aligned(views), True)[0]

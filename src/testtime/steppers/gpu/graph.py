@@ -23,7 +23,7 @@ from testtime.steppers.plain import Plain
 from testtime.types import FeatureError, Method, Task
 
 PRIORITY = -1  # a caller waits for the answer, while the encoder only reads ahead
-STEPS = 32  # per graph: launching it costs about as much as one kernel
+STEPS = 32  # per graph, at most: launching it costs about as much as one kernel
 
 
 class Body(Protocol):
@@ -58,7 +58,8 @@ class Stepper:
             self.task = replace(task, text=task.text.clone(), context=None)
         self._pending = states  # until there is a body
         self._body: Body | None = None
-        self._views = self._logits = task.text[:0]  # (STEPS, V, D) and (STEPS, S, A), once V is known
+        # (STEPS, V, D), (STEPS, S, A) and (STEPS, S), once V is known
+        self._views = self._logits = self._learned = task.text[:0]
         self._launches: dict[tuple[int, bool], Callable[[], object]] = {}
         self._kept_alive: list[Nested] = []  # tensors that only the graphs refer to, by address
         self._stream = torch.cuda.Stream(task.text.device, priority=PRIORITY) if task.text.is_cuda else None
@@ -68,6 +69,13 @@ class Stepper:
         with self._high_priority():
             logits = self._launch(views[None])[0].clone()
             return logits, body.learned != 0  # a new tensor
+
+    def steps(self, stream: Tensor) -> tuple[Tensor, Tensor]:
+        self._body_for(stream[0])
+        with self._high_priority():
+            parts = [(self._launch(part).clone(), self._learned[: len(part)].clone()) for part in self._parts(stream)]
+            logits, learned = map(torch.cat, zip(*parts, strict=True))
+        return logits.transpose(0, 1), learned.T
 
     def scan(self, stream: Tensor) -> Tensor:
         if not len(stream):
@@ -82,7 +90,7 @@ class Stepper:
 
     def warm_up(self, views: int) -> None:
         self._body_for(dummy_views(self.task, views))
-        for count in (STEPS, 1):
+        for count in _sizes():
             self._cached_launch(count, False)
 
     def snapshot(self) -> Sequence[Nested]:
@@ -121,14 +129,18 @@ class Stepper:
                 self._views = self.task.text[:1].expand(STEPS, *views.shape).clone()
                 self._body = self._make_body(len(views))
                 self._logits = self._body.answer.new_zeros(STEPS, *self._body.answer.shape)
+                self._learned = self._body.learned.new_zeros(STEPS, len(self.methods), dtype=torch.bool)
                 self.restore(states)
             self._launches, self._kept_alive, self._pending = {}, [], []
         return self._body
 
     def _parts(self, stream: Tensor) -> list[Tensor]:
         """The stream in parts of one launch each."""
-        full = len(stream) // STEPS
-        return [*stream[: full * STEPS].unflatten(0, (full, STEPS)), *stream[full * STEPS :, None]]
+        rest, counts = len(stream), list[int]()
+        for size in _sizes():
+            counts += [size] * (rest // size)
+            rest %= size
+        return list(stream.split(counts)) if counts else []
 
     def _launch(self, images: Tensor, peeking: bool = False) -> Tensor:
         """The logits (n, S, A) of one launch, in a buffer that the next launch overwrites."""
@@ -155,8 +167,9 @@ class Stepper:
         def steps(count: int = count) -> None:
             if peeking:
                 overwrite(before, body.states)
-            for views, logits in zip(self._views[:count], self._logits[:count], strict=True):
-                body.step(views, logits)
+            for place in range(count):
+                body.step(self._views[place], self._logits[place])
+                self._learned[place].copy_(body.learned != 0)
             if peeking:
                 self.restore(before)
 
@@ -173,6 +186,11 @@ class Stepper:
             return steps
         finally:
             self.restore(before)
+
+
+def _sizes() -> list[int]:
+    """How many steps graphs have: few sizes, since each is captured, but a few images take a few launches."""
+    return sorted({STEPS, max(1, STEPS // 4), 1}, reverse=True)
 
 
 class MethodSteps:
