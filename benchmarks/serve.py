@@ -8,7 +8,8 @@ files: the service with DPE (and the guard, unless --no-guard), and two FastAPI 
 Pillow, preprocess it, encode it alone and take the softmax: one with `def` (FastAPI's thread pool), one with
 `async def` (one at a time).
 Clients are processes with one keep-alive connection each, on the loopback address; each sends its next image when the
-last is answered. Requests of the first seconds (--warm) are not counted. Of the service, the seconds that its encoder
+last is answered. Requests of the first seconds (--warm) are not counted. Look at `cores_used` before you compare: where
+it differs between servers, their images a second do not compare, and `cpu_ms_per_image` does. Of the service, the seconds that its encoder
 was at work come from its own metrics.
 """
 
@@ -93,7 +94,7 @@ def bare(form: str, encoder_name: str, device: str, classes: int, port: int) -> 
     app = FastAPI()
 
     @app.get("/readyz")
-    def ready() -> dict[str, bool]:
+    async def ready() -> dict[str, bool]:
         return {"ready": True}
 
     async def body(request: Request) -> bytes:
@@ -198,6 +199,7 @@ def measure(
         "failed": sum(one["failed"] for one in found),
         "images_per_second": round(len(seconds) / options.seconds, 2),
         "cpu_ms_per_image": round(1000 * used / len(seconds), 2),
+        "cores_used": round(used / options.seconds, 2),  # fewer than there are: others had them, or it waited
         **{f"p{q}_ms": round(1000 * seconds[min(len(seconds) - 1, len(seconds) * q // 100)], 2) for q in (50, 90, 99)},
     }
     stages = [each for one in found for each in one["stages"]]
