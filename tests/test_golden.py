@@ -71,6 +71,12 @@ def check_dmn(run: Replayed, stream: torch.Tensor, expected: Expected) -> None:
         assert_close(run.state.features, expected["memory_features"], "golden", "memory features")
 
 
+def check_dota(run: Replayed, stream: torch.Tensor, expected: Expected) -> None:
+    for name, found in (("mean", run.state.mean), ("counts", run.state.counts)):
+        assert_close(found.to(stream), expected[name], "golden", name)
+    assert_close(run.state.covariance.mean(0), expected["covariance"], "golden", "covariance")
+
+
 def check_tps(run: Replayed, stream: torch.Tensor, expected: Expected) -> None:
     for name, views in (("shift_first", stream[0]), ("shift_last", stream[-1])):
         assert_close(run.method.shift(run.task, views), expected[name], "golden", name)
@@ -90,6 +96,8 @@ class Traced(NamedTuple):
     renamed: dict[str, str] = {}  # hp.* -> setting, where the two differ
 
 
+OFFICIAL = frozenset({"config_is_official"})  # whether the settings are those of the release
+
 # `method` in a trace's metadata -> how it is replayed
 METHODS = {
     "DPE": Traced(
@@ -104,6 +112,9 @@ METHODS = {
         frozenset({"memory_entropy", "memory_count"}),
         optional=frozenset({"memory_features"}),
         remarks=frozenset({"n_shot", "position"}),
+    ),
+    "DOTA": Traced(
+        "dota", check_dota, frozenset({"mean", "counts", "covariance"}), remarks=frozenset({"config", *OFFICIAL})
     ),
     "MTA": Traced("mta", check_nothing),
     "TDA": Traced(
@@ -126,7 +137,9 @@ def metadata(path: Path) -> dict[str, str]:
         return file.metadata()
 
 
-TRACES = [path for path in sorted((SHARED / "golden").glob("*.safetensors")) if metadata(path)["method"] in METHODS]
+FOLDERS = (SHARED / "golden", SHARED / "golden-later")
+STORED = [path for folder in FOLDERS for path in sorted(folder.glob("*.safetensors"))]
+TRACES = [path for path in STORED if metadata(path)["method"] in METHODS]
 every_trace = pytest.mark.parametrize("trace", TRACES, ids=lambda path: path.stem)
 
 
@@ -199,8 +212,7 @@ def test_the_parts_of_dmn_are_the_stored_ones(trace, dtype):
 
 
 def test_each_trace_is_replayed_here_or_known_to_be_elsewhere(golden):
-    found = {metadata(path)["method"] for path in golden.glob("*.safetensors")}
-    assert found == set(METHODS) | ELSEWHERE
+    assert {metadata(path)["method"] for path in STORED} == set(METHODS) | ELSEWHERE
 
 
 @every_trace
