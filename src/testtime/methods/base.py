@@ -17,6 +17,15 @@ from testtime.types import Task
 
 Nested: TypeAlias = "Tensor | Sequence[Nested]"  # a state: tensors in nested NamedTuples; or several states
 
+# what a method may take for granted that a stream does not promise
+ASSUMPTIONS = {
+    "stream length": "how many images will come",
+    "batch": "a batch of images, read before the first of them is answered",
+    "class balance": "that all classes are about equally frequent",
+    "views": "several views of each image",
+    "LLM texts": "class descriptions by a language model, with which its published figures were made",
+}
+
 LARGEST = 2**31  # for integer settings, so that sizes computed from them do not overflow
 
 
@@ -35,6 +44,7 @@ class Base:
     remembers: ClassVar[bool] = False  # whether later images are affected by earlier ones
     gradients: ClassVar[str] = "none"  # none, closed form, or autograd
     needs_tower: ClassVar[bool] = False  # whether gradients pass through the text tower
+    assumes: ClassVar[tuple[str, ...]] = ()  # of ASSUMPTIONS, with the default settings
 
     def __init_subclass__(cls) -> None:
         if "__repr__" not in vars(cls):

@@ -173,8 +173,8 @@ class DOTA(Base):
     def classifier(mean: Tensor, factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What gives the logits x' Lambda mu - mu' Lambda mu / 2, for Lambda the inverse of factor factor'.
 
-        Not the inverse itself, which costs more and is less accurate: `factor`, the means divided by it (C, D), and half
-        of their squared lengths (C,).
+        Not the inverse itself, which costs more and is less accurate: `factor`, the means divided by it (C, D), and
+        half of their squared lengths (C,).
         """
         white = torch.linalg.solve_triangular(factor.mT, mean, upper=True, left=False)
         return factor, white, white.square().sum(1) / 2

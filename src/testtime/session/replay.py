@@ -122,6 +122,7 @@ def replay(
 
 
 def recorded_settings(store: Features, method: str) -> dict[str, object]:
-    """The method's settings that a trace's metadata records under `hp.`."""
+    """The method's settings that a trace's metadata records under `hp.`, and the length of the stream that it ran on."""
+    facts = {"hp.stream_length": str(len(store))} | store.metadata
     names = [entry.name for entry in fields(registry.method_class(method))]
-    return {name: store.metadata[f"hp.{name}"] for name in names if f"hp.{name}" in store.metadata}
+    return {name: facts[f"hp.{name}"] for name in names if f"hp.{name}" in facts}
