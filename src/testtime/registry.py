@@ -133,6 +133,7 @@ METHODS: Kind[type[Any]] = Kind(
         "evidence": Entry("testtime.methods.evidence:Evidence"),
         "mcp": Entry("testtime.methods.mcp:MCP"),
         "mta": Entry("testtime.methods.mta:MTA"),
+        "oga": Entry("testtime.methods.oga:OGA"),
         "onzeta": Entry("testtime.methods.onzeta:OnZeta"),
         "tda": Entry("testtime.methods.tda:TDA"),
         "tps": Entry("testtime.methods.tps:TPS"),

@@ -106,6 +106,14 @@ class Base:
         """Requires nothing of the task beyond its prototypes."""
 
 
+def batch_of(method: object) -> int:
+    """How many images a method reads before it answers the first of them; 1 unless it has a setting `batch`.
+
+    Above 1 only `scan` runs it, in whole batches; a shorter one ends the stream. What shows its answers says so.
+    """
+    return int(getattr(method, "batch", 1))
+
+
 def leaves(state: Nested) -> list[Tensor]:
     """The tensors of a state in order, with nested NamedTuples flattened."""
     if isinstance(state, Tensor):

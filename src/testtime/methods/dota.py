@@ -162,7 +162,7 @@ class DOTA(Base):
             return old
         shrunk = (1 - self.epsilon) * covariance.mean(0).double()
         shrunk.diagonal().add_(self.epsilon)
-        new = self.classifier(mean, torch.linalg.cholesky_ex(shrunk).L)
+        new = self.classifier(mean, torch.linalg.cholesky_ex(shrunk).L.contiguous())
         if isinstance(due, bool):
             return new
         # always computed: reading `due` would stall the GPU and abort a capture
@@ -176,5 +176,5 @@ class DOTA(Base):
         Not the inverse itself, which costs more and is less accurate: `factor`, the means divided by it (C, D), and
         half of their squared lengths (C,).
         """
-        white = torch.linalg.solve_triangular(factor.mT, mean, upper=True, left=False)
+        white = torch.linalg.solve_triangular(factor.mT, mean, upper=True, left=False).contiguous()
         return factor, white, white.square().sum(1) / 2

@@ -53,7 +53,7 @@ class OnZeta(Base):
 
     name: ClassVar[str] = "onzeta"
     summary: ClassVar[str] = (
-        "Online zero-shot transfer: balanced labels and image proxies, for a stream of known length"
+        "Online zero-shot transfer: balanced labels and image proxies; the stream's length is known"
     )
     source: ClassVar[str] = (
         "Qian and Hu, Online Zero-Shot Classification with CLIP, ECCV 2024; released code idstcv/OnZeta befef06"

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from testtime.files import ALIGNMENT as ALIGNMENT
-from testtime.methods.base import Nested, leaves
+from testtime.methods.base import Nested, batch_of, leaves
 from testtime.steppers.fast import FAST, Fast, supported
 from testtime.types import Method, Task
 
@@ -87,7 +87,8 @@ def open_stepper(
         return Composite(
             [open_stepper(task, [m], [s], reference=reference) for m, s in zip(methods, states, strict=True)]
         )
-    if task.text.is_cuda and not reference and not getattr(methods[0], "needs_tower", False):
+    steps = batch_of(methods[0]) == 1 and not getattr(methods[0], "needs_tower", False)  # can be captured one by one
+    if task.text.is_cuda and not reference and steps:
         return import_module("testtime.steppers.gpu.graph").Stepper(task, methods, states)
     return Plain(task, methods, states)
 
