@@ -93,6 +93,14 @@ def check_oga(run: Replayed, stream: torch.Tensor, expected: Expected) -> None:
     assert_close(run.method.precision(run.state).to(stream), expected["precision"], "golden", "precision")
 
 
+def check_dlae(run: Replayed, stream: torch.Tensor, expected: Expected) -> None:
+    check_dpe(run, stream, expected)
+    filled = run.state.queue.cost.isfinite()
+    assert torch.equal(run.state.time[filled], expected["queue_time"].to(run.state.time)[filled])
+    assert_close(run.state.predicted, expected["predicted"], "golden", "predicted")
+    assert_close(run.state.confidence, expected["confidence"], "golden", "confidence")
+
+
 def check_tps(run: Replayed, stream: torch.Tensor, expected: Expected) -> None:
     for name, views in (("shift_first", stream[0]), ("shift_last", stream[-1])):
         assert_close(run.method.shift(run.task, views), expected[name], "golden", name)
@@ -114,14 +122,17 @@ class Traced(NamedTuple):
 
 OFFICIAL = frozenset({"config_is_official"})  # whether the settings are those of the release
 
+PROTOTYPES = frozenset({"text", "text_updates", "queue_features", "queue_entropy", "queue_count"})
+
 # `method` in a trace's metadata -> how it is replayed
 METHODS = {
-    "DPE": Traced(
-        "dpe",
-        check_dpe,
-        frozenset({"text", "text_updates", "queue_features", "queue_entropy", "queue_count"}),
-        remarks=frozenset({"config", "config_is_official", "dataset"}),
+    "DLAE": Traced(
+        "dlae",
+        check_dlae,
+        PROTOTYPES | {"queue_time", "predicted", "confidence"},
+        remarks=frozenset({"config", "dataset", "lr_image", *OFFICIAL}),  # the released code never reads lr_image
     ),
+    "DPE": Traced("dpe", check_dpe, PROTOTYPES, remarks=frozenset({"config", "dataset", *OFFICIAL})),
     "DMN-ZS": Traced(
         "dmn",
         check_dmn,

@@ -31,6 +31,7 @@ from testtime.steppers.gpu import graph
 from testtime.steppers.plain import Composite, Plain
 
 METHODS: dict[str, Any] = {
+    "dlae": tt.make_method("dlae", settings={"ageing": 0.02, "doubt_discount": 0.5, "entropy_threshold": 0.3}),
     "dmn": DMN(memory_size=2),
     "dota": DOTA(refresh=3),
     "dota, one covariance": DOTA(class_memory=0),

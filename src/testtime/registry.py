@@ -127,6 +127,7 @@ METHODS: Kind[type[Any]] = Kind(
     {
         "ctpt": Entry("testtime.methods.tpt:CTPT"),
         "difftpt": Entry("testtime.methods.difftpt:DiffTPT"),
+        "dlae": Entry("testtime.methods.dlae:DLAE"),
         "dmn": Entry("testtime.methods.dmn:DMN"),
         "dota": Entry("testtime.methods.dota:DOTA"),
         "dpe": Entry("testtime.methods.dpe:DPE"),
