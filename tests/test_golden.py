@@ -101,6 +101,15 @@ def check_dlae(run: Replayed, stream: torch.Tensor, expected: Expected) -> None:
     assert_close(run.state.confidence, expected["confidence"], "golden", "confidence")
 
 
+def check_mcp(run: Replayed, stream: torch.Tensor, expected: Expected) -> None:
+    state = run.state
+    assert_close(state.prototypes, expected["prototypes"], "golden", "prototypes")
+    for name, bank in (("entropy", state.entropy), ("align", state.align), ("neg", state.negative)):
+        filled = bank.cost.isfinite()
+        assert filled.sum(1).tolist() == expected[f"{name}_count"].tolist()
+        assert_close(bank.cost.masked_fill(~filled, -1), expected[f"{name}_cost"], "golden", name)
+
+
 def check_tps(run: Replayed, stream: torch.Tensor, expected: Expected) -> None:
     for name, views in (("shift_first", stream[0]), ("shift_last", stream[-1])):
         assert_close(run.method.shift(run.task, views), expected[name], "golden", name)
@@ -142,6 +151,13 @@ METHODS = {
     ),
     "DOTA": Traced(
         "dota", check_dota, frozenset({"mean", "counts", "covariance"}), remarks=frozenset({"config", *OFFICIAL})
+    ),
+    "MCP": Traced(
+        "mcp",
+        check_mcp,
+        frozenset({f"{cache}_{part}" for cache in ("entropy", "align", "neg") for part in ("cost", "count")})
+        | {"prototypes"},
+        remarks=frozenset({"config", "dataset", *OFFICIAL}),
     ),
     "MTA": Traced("mta", check_nothing),
     "OGA": Traced("oga", check_oga, frozenset({"count", "memory_entropy", "mean", "precision"}), remarks=OFFICIAL),
@@ -269,6 +285,19 @@ def test_the_likelihoods_and_corrected_labels_are_the_stored_ones(method, dtype)
             assert ((found - stored) / stored).abs().max() < TOLERANCES["golden"][dtype]["atol"]
         else:
             assert_close(found, stored, "golden", name)
+
+
+@pytest.mark.parametrize("trace", [path for path in TRACES if metadata(path)["method"] == "MCP"], ids=lambda p: p.stem)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+def test_the_parts_of_mcp_are_the_stored_ones(trace, dtype):
+    store, expected, rows = Features(trace), load_file(trace), []
+    task, method = store.task(dtype), registry.make_method("mcp", None, settings_in(store.metadata))
+    state: Any = method.init(task)
+    for views in unit_views(store.read(0, len(store), dtype), task.text):
+        parts, state = method.parts(task, state, views)
+        rows.append(parts)
+    for name, part in zip(("text_prob", "memory_prob", "prototype_prob"), torch.stack(rows, 1), strict=True):
+        assert_close(part, expected[f"expected.{name}"], "golden", name)
 
 
 def test_each_trace_is_replayed_here_or_known_to_be_elsewhere(golden):

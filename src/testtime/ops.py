@@ -75,6 +75,13 @@ def confident_mean(views: Tensor, logits: Tensor, fraction: float) -> tuple[Tens
     return views[chosen].mean(0), logits[chosen]
 
 
+def vote(logits: Tensor, fraction: float) -> Tensor:
+    """The mean probability of the confident views: (V, C) -> (C,). DMN's released code, whose entropy has an offset."""
+    prob = logits.softmax(1)
+    doubt = -(prob * (prob + 1e-6).log()).sum(1)
+    return prob[doubt.argsort(stable=True)[: kept(len(logits), fraction)]].mean(0)
+
+
 def affinity(similarity: Tensor, alpha: float, beta: float) -> Tensor:
     """alpha * exp(-beta (1 - similarity)): how much a prototype at that cosine adds to a logit."""
     return alpha * (beta * (similarity - 1)).exp()

@@ -41,7 +41,7 @@ def replay(
     ] = False,
     oracle: Annotated[
         bool,
-        options.flag("--oracle", help="dmn only: choose its fusion weight with the test labels, as published."),
+        options.flag("--oracle", help="dmn and mcp only: choose fusion weights with the test labels, as published."),
     ] = False,
     dtype: Annotated[str, typer.Option("--dtype", metavar="NAME", help="float32 or float64.")] = "float32",
     device: options.Device = "cpu",

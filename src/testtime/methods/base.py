@@ -106,6 +106,27 @@ class Base:
         """Requires nothing of the task beyond its prototypes."""
 
 
+def at_least(least: int, method: object, *names: str) -> None:
+    """Refuse settings that are below `least`."""
+    for name in names:
+        require(getattr(method, name) >= least, name, getattr(method, name), f"must be {least} or more")
+
+
+def check_ranges(method: object, *names: str) -> None:
+    """Refuse a lower bound that exceeds its upper one."""
+    for name in names:
+        lower, upper = getattr(method, f"{name}_lower"), getattr(method, f"{name}_upper")
+        require(lower <= upper, f"{name}_lower", lower, f"must not exceed {name}_upper={upper!r}")
+
+
+def check_adamw(method: Any) -> None:
+    """Refuse settings that AdamW cannot have."""
+    at_least(0, method, "steps", "adamw_weight_decay")
+    require(method.adamw_eps > 0, "adamw_eps", method.adamw_eps, "must be above 0")
+    betas_fit = len(method.adamw_betas) == 2 and all(0 <= beta < 1 for beta in method.adamw_betas)
+    require(betas_fit, "adamw_betas", method.adamw_betas, "must be two numbers in [0, 1)")
+
+
 def batch_of(method: object) -> int:
     """How many images a method reads before it answers the first of them; 1 unless it has a setting `batch`.
 
@@ -119,6 +140,14 @@ def leaves(state: Nested) -> list[Tensor]:
     if isinstance(state, Tensor):
         return [state]
     return [leaf for part in state for leaf in leaves(part)]
+
+
+def copied(state: Any) -> Any:
+    """A deep copy of a state."""
+    if isinstance(state, Tensor):
+        return state.clone()
+    parts = map(copied, state)
+    return tuple(parts) if type(state) is tuple else type(state)(*parts)
 
 
 def differ(before: Nested, after: Nested) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from testtime import bank as banks
 from testtime import ops
-from testtime.methods.base import require
+from testtime.methods.base import at_least
 from testtime.methods.evolving import Evolving, over_bits
 from testtime.types import Task
 
@@ -76,8 +76,7 @@ class DLAE(Evolving):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("adjustment", "doubt_discount", "ageing"):
-            require(getattr(self, name) >= 0, name, getattr(self, name), "must be 0 or more")
+        at_least(0, self, "adjustment", "doubt_discount", "ageing")
 
     def init(self, task: Task) -> State:
         time = torch.zeros(task.classes, self.queue, dtype=torch.int64, device=task.text.device)

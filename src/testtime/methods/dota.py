@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from testtime import ops
-from testtime.methods.base import Base, require
+from testtime.methods.base import Base, at_least, require
 from testtime.types import Task
 
 FAINT = 1e-3  # every coordinate of the initial means with `start="faint"`, as released
@@ -89,8 +89,7 @@ class DOTA(Base):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("eta", "rho", "class_memory"):
-            require(getattr(self, name) >= 0, name, getattr(self, name), "must be 0 or more")
+        at_least(0, self, "eta", "rho", "class_memory")
         require(self.sigma > 0, "sigma", self.sigma, "must be above 0")
         # below, rounding errors of the features would dominate the inverse
         require(1e-6 <= self.epsilon <= 1, "epsilon", self.epsilon, "must lie in [1e-6, 1]")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from testtime import bank as banks
 from testtime import ops
-from testtime.methods.base import Base, require
+from testtime.methods.base import Base, at_least, check_adamw, require
 from testtime.types import Task
 
 
@@ -40,14 +40,10 @@ class Evolving(Base):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("alpha", "beta", "align_weight", "entropy_weight", "lr_text", "entropy_threshold"):
-            require(getattr(self, name) >= 0, name, getattr(self, name), "must be 0 or more")
-        for name in ("queue", "steps", "prompt_count", "adamw_weight_decay"):
-            require(getattr(self, name) >= 0, name, getattr(self, name), "must be 0 or more")
+        at_least(0, self, "alpha", "beta", "queue", "align_weight", "entropy_weight", "lr_text", "entropy_threshold")
+        at_least(0, self, "prompt_count")
+        check_adamw(self)
         require(self.align_temperature > 0, "align_temperature", self.align_temperature, "must be above 0")
-        require(self.adamw_eps > 0, "adamw_eps", self.adamw_eps, "must be above 0")
-        betas_fit = len(self.adamw_betas) == 2 and all(0 <= beta < 1 for beta in self.adamw_betas)
-        require(betas_fit, "adamw_betas", self.adamw_betas, "must be two numbers in [0, 1)")
         require(0 < self.selection <= 1, "selection", self.selection, "must lie in (0, 1]")
         require(0 <= self.text_decay <= 1, "text_decay", self.text_decay, "must lie in [0, 1]")
 

@@ -25,7 +25,7 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from testtime.methods.base import Base, differ, require
+from testtime.methods.base import Base, at_least, differ
 from testtime.types import Task
 
 LOG_OFFSET = 1e-9  # inside the logarithm of the entropy, as released
@@ -73,9 +73,8 @@ class OGA(Base):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.tau >= 0, "tau", self.tau, "must be 0 or more")
-        for name in ("capacity", "batch"):
-            require(getattr(self, name) >= 1, name, getattr(self, name), "must be 1 or more")
+        at_least(0, self, "tau")
+        at_least(1, self, "capacity", "batch")
 
     def init(self, task: Task) -> State:
         classes, dim = task.text.shape

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from testtime import ops
-from testtime.methods.base import Base, require
+from testtime.methods.base import Base, at_least, require
 from testtime.types import Task
 
 USUAL_TEMPERATURE = 0.01  # of a classifier with a logit scale of 100
@@ -84,8 +84,7 @@ class OnZeta(Base):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("stream_length", "lr_image", "lr_label", "balance"):
-            require(getattr(self, name) >= 0, name, getattr(self, name), "must be 0 or more")
+        at_least(0, self, "stream_length", "lr_image", "lr_label", "balance")
         for name in ("tau_text", "tau_image"):
             require(getattr(self, name) > 0, name, getattr(self, name), "must be above 0")
         require(0 <= self.mix <= 1, "mix", self.mix, "must lie in [0, 1]")
