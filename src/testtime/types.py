@@ -397,7 +397,7 @@ class Method(Protocol):
     def scan(self, task: Task, state: Any, stream: Tensor) -> tuple[Tensor, Any]:
         """Logits (N, C) and the state after the last of N images (N, V, D).
 
-        As single steps, but a method with a setting `batch` above 1 reads so many images before it answers the first.
+        As single steps, but a method whose `reads_ahead` is above 1 reads so many images before it answers the first.
         """
 
     def learned(self, before: Any, after: Any) -> Tensor | bool:

@@ -79,6 +79,11 @@ class Base:
                 plain = isinstance(value, int | float) and not isinstance(value, bool)
                 require(plain and abs(value) <= sys.float_info.max, name, value, "must be a finite number")
 
+    @property
+    def reads_ahead(self) -> int:
+        """How many images are read before the first of them is answered."""
+        return 1
+
     def init(self, task: Task) -> Any:
         """The state before the first image."""
         raise NotImplementedError
@@ -128,11 +133,11 @@ def check_adamw(method: Any) -> None:
 
 
 def batch_of(method: object) -> int:
-    """How many images a method reads before it answers the first of them; 1 unless it has a setting `batch`.
+    """How many images a method reads before it answers the first of them; 1 unless it says otherwise.
 
     Above 1 only `scan` runs it, in whole batches; a shorter one ends the stream. What shows its answers says so.
     """
-    return int(getattr(method, "batch", 1))
+    return int(getattr(method, "reads_ahead", 1))
 
 
 def leaves(state: Nested) -> list[Tensor]:

@@ -49,6 +49,7 @@ class DMN(Base):
         "Zhang, Zhu, Tang, Ma, Zhou and Zhang, Dual Memory Networks: A Versatile Adaptation Approach for "
         "Vision-Language Models, CVPR 2024"
     )
+    assumes: ClassVar[tuple[str, ...]] = ("views", "LLM texts")
     adapts: ClassVar[str] = "visual"
     remembers: ClassVar[bool] = True
 

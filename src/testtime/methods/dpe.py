@@ -91,6 +91,7 @@ class DPE(Evolving):
         "Zhang, Stepputtis, Sycara and Xie, Dual Prototype Evolving for Test-Time Generalization of "
         "Vision-Language Models, NeurIPS 2024"
     )
+    assumes: ClassVar[tuple[str, ...]] = ("LLM texts",)
     adapts: ClassVar[str] = "both"
     remembers: ClassVar[bool] = True
     gradients: ClassVar[str] = "closed form"

@@ -76,6 +76,11 @@ class OGA(Base):
         at_least(0, self, "tau")
         at_least(1, self, "capacity", "batch")
 
+    @property
+    def reads_ahead(self) -> int:
+        """The batch."""
+        return self.batch
+
     def init(self, task: Task) -> State:
         classes, dim = task.text.shape
         text = task.text.double()
