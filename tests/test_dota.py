@@ -176,7 +176,7 @@ def test_the_weight_grows_with_the_images_and_stops_at_eta():
     state, weights = method.init(task), []
     for views in stream:
         logits, after = method.step(task, state, views)
-        gaussian = state.white @ torch.linalg.solve(state.factor, views[0]) - state.bias
+        gaussian = state.white @ torch.linalg.solve(state.factor.mT, views[0]) - state.bias
         gained = logits - task.zero_shot(views[0])
         spread = gaussian - gaussian.mean()
         weights.append(float((gained - gained.mean()) @ spread / (spread @ spread)))

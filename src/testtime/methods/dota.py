@@ -40,8 +40,8 @@ class State(NamedTuple):
     counts: Tensor  # (C,) float64, soft labels so far; the starting mean counts for one
     covariance: Tensor  # (C, D, D), of each class; or (1, D, D), their mean
     images: Tensor  # () int64
-    factor: Tensor  # (D, D) float64, Cholesky factor of the covariance that Lambda inverts
-    white: Tensor  # (C, D) float64, the means divided by that factor
+    factor: Tensor  # (D, D) float64, upper Cholesky factor U of the covariance U' U that Lambda inverts
+    white: Tensor  # (C, D) float64, the means divided by U
     bias: Tensor  # (C,) float64, half the squared length of each
 
 
@@ -123,7 +123,7 @@ class DOTA(Base):
         rows, frozen = views[chosen].double(), view_logits[chosen]  # (R, D), (R, C)
 
         # 2. predict: Bayes' rule beside the zero-shot logits
-        feature = torch.linalg.solve_triangular(state.factor, rows.mean(0)[:, None], upper=False)  # (D, 1)
+        feature = torch.linalg.solve_triangular(state.factor.mT, rows.mean(0)[:, None], upper=False)  # (D, 1)
         gaussian = (state.white @ feature)[:, 0] - state.bias  # (C,)
         trust = (self.rho * state.counts.mean() / len(rows)).clamp_max(self.eta)
         logits = frozen.mean(0) + (trust * gaussian).to(frozen)
@@ -133,7 +133,7 @@ class DOTA(Base):
         received = label.sum(0)  # (C,)
         counts = state.counts + received
         covariance = self._widened(state, rows, label, counts)
-        mean = state.mean + (label.T @ rows - received[:, None] * state.mean) / counts[:, None]
+        mean = (state.mean * (state.counts / counts)[:, None]).addmm_((label / counts).T, rows)
         classifier = self._refreshed(state, mean, covariance, due)
         return logits, State(mean, counts, covariance, state.images + 1, *classifier)
 
@@ -161,7 +161,7 @@ class DOTA(Base):
             return old
         shrunk = (1 - self.epsilon) * covariance.mean(0).double()
         shrunk.diagonal().add_(self.epsilon)
-        new = self.classifier(mean, torch.linalg.cholesky_ex(shrunk).L.contiguous())
+        new = self.classifier(mean, torch.linalg.cholesky_ex(shrunk).L.mT.contiguous())
         if isinstance(due, bool):
             return new
         # always computed: reading `due` would stall the GPU and abort a capture
@@ -170,10 +170,10 @@ class DOTA(Base):
 
     @staticmethod
     def classifier(mean: Tensor, factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What gives the logits x' Lambda mu - mu' Lambda mu / 2, for Lambda the inverse of factor factor'.
+        """What gives the logits x' Lambda mu - mu' Lambda mu / 2, for Lambda the inverse of factor' factor.
 
         Not the inverse itself, which costs more and is less accurate: `factor`, the means divided by it (C, D), and
         half of their squared lengths (C,).
         """
-        white = torch.linalg.solve_triangular(factor.mT, mean, upper=True, left=False).contiguous()
-        return factor, white, white.square().sum(1) / 2
+        white = torch.linalg.solve_triangular(factor.mT, mean.mT, upper=False).mT.contiguous()
+        return factor, white, white.norm(dim=1).square() / 2

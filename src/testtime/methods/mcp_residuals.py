@@ -60,7 +60,10 @@ class Residuals(Base):
         `frozen` (C,) are the text's logits and `lowered` (C,) what the negative cache takes away; `seen` (C,) is 1 for
         classes with a visual prototype; `repelling` (C, D) are the means of the negative cache, zero where it is empty.
         """
-        adam = ops.AdamW(0.0, self.adamw_eps, self.adamw_betas, self.adamw_weight_decay)
+        for_text, for_visual = (
+            ops.AdamW(lr, self.adamw_eps, self.adamw_betas, self.adamw_weight_decay)
+            for lr in (self.lr_text, self.lr_image)
+        )
         start = at_text = ops.prototypes(task.text)
         at_visual, repelling, mask = ops.prototypes(visual), ops.unit(repelling), seen[:, None]
         d_text, d_visual = torch.zeros_like(visual), torch.zeros_like(visual)
@@ -78,9 +81,12 @@ class Residuals(Base):
             by_visual += torch.outer(self.beta * boost * slope, feature) + push[:, None] * repelling
             # the text's logits keep the gradient of the prompts, from which they were computed
             by_text = across(by_text * mask, at_text) + across(torch.outer(task.scale * slope, feature), start)
-            d_text, m_text = adam._replace(lr=self.lr_text).step(d_text, by_text, m_text, number)
             by_visual = across(by_visual, at_visual) * mask
-            d_visual, m_visual = adam._replace(lr=self.lr_image).step(d_visual, by_visual, m_visual, number)
+            if self.steps == 1:
+                d_text, d_visual = for_text.first(d_text, by_text), for_visual.first(d_visual, by_visual)
+            else:
+                d_text, m_text = for_text.step(d_text, by_text, m_text, number)
+                d_visual, m_visual = for_visual.step(d_visual, by_visual, m_visual, number)
             at_text, at_visual = ops.prototypes(task.text + d_text), ops.prototypes(visual + d_visual)
         boost = seen * ops.affinity(at_visual.direction @ feature, self.alpha, self.beta)
         return at_text.direction, logits + boost - lowered

@@ -25,7 +25,7 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from testtime.methods.base import Base, at_least, differ
+from testtime.methods.base import Base, at_least, copied, differ
 from testtime.types import Task
 
 LOG_OFFSET = 1e-9  # inside the logarithm of the entropy, as released
@@ -39,7 +39,7 @@ class State(NamedTuple):
     mean: Tensor  # (C, D) of each class; its prompt until it holds two features
     scatter: Tensor  # (D, D) float64, sum of r r' over the residuals r of all features held from their class's mean
     drift: Tensor  # (D,) float64, sum of these residuals
-    factor: Tensor  # (D, D) float64: Cholesky factor of the covariance, or the root of its pseudo-inverse
+    factor: Tensor  # (D, D) float64: upper Cholesky factor of the covariance, or the root of its pseudo-inverse
     white: Tensor  # (C, D) float64, the means in the coordinates where the covariance is the identity
 
 
@@ -100,18 +100,21 @@ class OGA(Base):
         return self._posterior(task, state, views[0]), state
 
     def scan(self, task: Task, state: State, stream: Tensor) -> tuple[Tensor, State]:
-        """As `step`, in batches: all images of one are learned from before the first of them is answered."""
-        scores = stream.new_empty(len(stream), task.classes)
+        """As `step`, in batches: all images of one are learned from before the first of them is answered.
+
+        In a copy of the state, whose memory is overwritten: it is large.
+        """
+        state, scores = copied(state), stream.new_empty(len(stream), task.classes)
         for start in range(0, len(stream), self.batch):
             images, before = stream[start : start + self.batch, 0], state
             for clean in images:
-                state = self._remember(task, state, clean)
+                state = self._remember(task, state, clean, in_place=True)
             state = self._fit(task, before, state)
             for row, clean in enumerate(images, start):
                 scores[row] = self._posterior(task, state, clean)
         return scores, state
 
-    def _remember(self, task: Task, state: State, clean: Tensor) -> State:
+    def _remember(self, task: Task, state: State, clean: Tensor, in_place: bool = False) -> State:
         """Memory, mean and scatter after offering a feature (D,) to its zero-shot class."""
         prob = task.zero_shot(clean).softmax(0)
         entropy, label = -(prob * (prob + LOG_OFFSET).log()).sum(), prob.argmax().reshape(1)
@@ -130,18 +133,19 @@ class OGA(Base):
         new_mean = torch.where(held.sum() >= 2, new_mean, mean)
         before = (old.double() - mean) * costs.isfinite()[:, None]  # (K, D) residuals
         after = (row.double() - new_mean) * held[:, None]
+        put = Tensor.index_copy_ if in_place else Tensor.index_copy
         return state._replace(
-            features=state.features.index_copy(0, label, row[None]),
-            entropy=state.entropy.index_copy(0, label, new_costs[None]),
-            mean=state.mean.index_copy(0, label, new_mean),
+            features=put(state.features, 0, label, row[None]),
+            entropy=put(state.entropy, 0, label, new_costs[None]),
+            mean=put(state.mean, 0, label, new_mean),
             scatter=state.scatter + (after.T @ after - before.T @ before),
             drift=state.drift + (after.sum(0) - before.sum(0)),
         )
 
     def _fit(self, task: Task, before: State, state: State) -> State:
         """The Gaussians of what the memory holds now."""
-        if state.entropy is before.entropy:
-            return state
+        if state.scatter is before.scatter:
+            return state  # nothing was written
         held = state.entropy.isfinite().sum(1)  # (C,)
         number, dim = held.sum(), task.dim
         centred = state.scatter - torch.outer(state.drift, state.drift) / number.clamp_min(1)  # (n - 1) S
@@ -158,14 +162,14 @@ class OGA(Base):
                 shrunk = torch.where(number <= 4 * dim, shrunk, covariance + JITTER * covariance.trace() * identity)
             # features that are all alike leave a scatter of rounding errors
             shrunk = torch.where(trace > JITTER * number, shrunk, WIDE * identity)
-            factor = torch.linalg.cholesky_ex(torch.where(ready, shrunk, identity / dim)).L.contiguous()
+            factor = torch.linalg.cholesky_ex(torch.where(ready, shrunk, identity / dim)).L.mT.contiguous()
         return state._replace(factor=factor, white=self._whiten(factor, state.mean.double()))
 
     def _whiten(self, factor: Tensor, rows: Tensor) -> Tensor:
         """Rows (n, D) in the coordinates where the covariance is the identity."""
         if self.inverse == "MoorePenrose":
             return rows @ factor
-        return torch.linalg.solve_triangular(factor.mT, rows, upper=True, left=False).contiguous()
+        return torch.linalg.solve_triangular(factor.mT, rows.mT, upper=False).mT.contiguous()
 
     def log_likelihood(self, state: State, clean: Tensor) -> Tensor:
         """Log-density of a feature (D,) under each class's Gaussian, without the constant that all share: (C,)."""
