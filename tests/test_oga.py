@@ -17,6 +17,8 @@ import testtime as tt
 from testtime.checks import check_method
 from testtime.cli.app import main
 from testtime.methods.oga import OGA
+from testtime.report.gather import stream_report
+from testtime.steppers.sweep import sweep
 from testtime.types import InputError, SettingError, Task
 
 
@@ -148,8 +150,19 @@ def test_a_session_answers_a_batch_only_as_a_whole():
     assert_close(torch.cat(parts), whole, "arithmetic")
     with pytest.raises(InputError, match="part of a batch, which ends its stream"):
         session.scan(stream[:16])
-    with pytest.raises(InputError, match="one image at a time; use it with batch=1, not 16"):
+    with pytest.raises(
+        InputError, match="The guard is for methods that answer one image at a time; use batch=1, not 16"
+    ):
         tt.Session(task, "oga", batch=16, guard=True)
+
+
+def test_what_cannot_say_so_refuses_a_batch():
+    task, stream = stream_of()
+    ahead = OGA(batch=16)
+    with pytest.raises(InputError, match="A report is for methods .* use batch=1, not 16"):
+        stream_report(task, stream, None, ["zeroshot", ahead])
+    with pytest.raises(InputError, match="A sweep is for methods"):
+        sweep(task, [OGA(), ahead], [stream])
 
 
 def test_a_replay_says_that_it_saw_the_batch_first(tmp_path, capsys):

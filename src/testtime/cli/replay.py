@@ -65,7 +65,7 @@ def replay(
     from testtime.experiments import oracle as oracles
     from testtime.files import check_place, write_tensors
     from testtime.files.outputs import distinct, refuse_existing
-    from testtime.methods.base import batch_of
+    from testtime.methods.base import need_single
     from testtime.session import replay as replays
 
     if oracle and report is not None:
@@ -80,8 +80,8 @@ def replay(
     chosen = replays.recorded_settings(store, method) if recorded else {}
     made = options.method_of(method, preset, settings, chosen)
     guarded = options.guard_of(guard, guard_settings, reject, labelled)
-    if report is not None and batch_of(made) > 1:
-        raise InputError(f"--report shows methods that answer one image at a time; use batch=1, not {batch_of(made)}.")
+    if report is not None:
+        need_single([made], "A report")
     if guarded is not None and (oracle or report is not None):
         raise InputError("--guard goes with neither --report nor --oracle here; leave out one.")
     with progress("images", min(len(store), limit or len(store)), quiet=as_json) as advance:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, TypeAlias, get_args, get_origin
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from testtime.display import line
+from testtime.errors import InputError
 from testtime.registry import kinds
 from testtime.registry import require as require
 from testtime.types import Task
@@ -109,6 +110,12 @@ class Base:
 
     def check(self, task: Task) -> None:
         """Requires nothing of the task beyond its prototypes."""
+
+
+def need_single(methods: Iterable[object], what: str) -> None:
+    """Refuse methods that read ahead, where `what` cannot say so beside their answers."""
+    if ahead := max(map(batch_of, methods), default=1) - 1:
+        raise InputError(f"{what} is for methods that answer one image at a time; use batch=1, not {ahead + 1}.")
 
 
 def at_least(least: int, method: object, *names: str) -> None:

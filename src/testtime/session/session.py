@@ -23,7 +23,7 @@ from testtime.guard.memory import Memory, fresh_memory
 from testtime.guard.settings import Guard, make_guard
 from testtime.guard.stepper import Guarded
 from testtime.machine.interrupts import deferred_interrupts
-from testtime.methods.base import batch_of
+from testtime.methods.base import need_single
 from testtime.ops import unit_views
 from testtime.session import saved_state
 from testtime.session.initial_state import initial_state
@@ -121,8 +121,8 @@ class Session:
         self.task = aligned_task(task)
         self.guard = make_guard(guard)
         self.method = self.guard.anchored(method) if self.guard else method
-        if self.guard and batch_of(method) > 1:
-            raise InputError(f"The guard decides on one image at a time; use it with batch=1, not {batch_of(method)}.")
+        if self.guard:
+            need_single([method], "The guard")
         self.encoder = encoder
         self.plan = ViewPlan(views, augmix, seed, variations)
         self.reference = reference
