@@ -20,7 +20,7 @@ from testtime.methods.dpe import DPE
 from testtime.steppers.gpu import graph
 from testtime.types import FeatureError, Task
 
-METHODS = ("dmn", "dota", "dpe", "evidence", "mcp", "mta", "tda", "tps", "zero", "zeroshot")
+METHODS = ("dlae", "dmn", "dota", "dpe", "evidence", "mcp", "mta", "oga", "onzeta", "tda", "tps", "zero", "zeroshot")
 
 
 class Total(NamedTuple):
