@@ -147,7 +147,7 @@ def run_cells(plan: Plan, cells: Sequence[Cell]) -> Iterator[list[Record] | str]
     for number, (path, cell) in enumerate(zip(paths, cells, strict=True), start=1):
         found: list[Ran] = []
         try:
-            for order in _orders(cell, plan.seeds, device) if not path.exists() else ():
+            for order in run_orders(cell, plan.seeds, device) if not path.exists() else ():
                 found.append(order)
                 report(cell, number, len(found))
         except MissingPart as reason:
@@ -170,7 +170,7 @@ class Ran(NamedTuple):
     state: int  # bytes
 
 
-def _orders(cell: Cell, seeds: Sequence[int], device: torch.device) -> Iterator[Ran]:
+def run_orders(cell: Cell, seeds: Sequence[int], device: torch.device) -> Iterator[Ran]:
     """The scores of each order. On a CPU, orders run side by side, one core each.
 
     So a cell's numbers do not depend on the number of cores, nor on which cells were run before.
