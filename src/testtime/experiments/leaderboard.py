@@ -176,8 +176,8 @@ def run(plan: Plan, given: Sequence[tuple[str, Sequence[Source]]], entries: Sequ
             named = {"source": cell.source.name, "stream": cell.kind, "label": cell.row.label, "reason": scores}
             missing.append(named)
             continue
-        source = fingerprint(cell.source.about)
-        submission["sources"][source] = {
+        identity = fingerprint(cell.source.about)
+        submission["sources"][identity] = {
             "name": cell.source.name,
             "given": origin[cell.source.name],
             "limit": plan.limit,
@@ -192,7 +192,7 @@ def run(plan: Plan, given: Sequence[tuple[str, Sequence[Source]]], entries: Sequ
                 "settings": cell.about["settings"],
                 "package": package_of(cell.row.label.partition(":")[0]),
                 "assumes": list(getattr(cell.method, "assumes", ())),
-                "source": source,
+                "source": identity,
                 "stream": cell.kind,
                 "scores": [{key: order[key] for key in ("seed", "images", *SCORES)} for order in scores],
                 "milliseconds": 1000 * cost["seconds"] / cost["images"] if cost else None,
