@@ -117,7 +117,6 @@ def run(
 
 @app.command(epilog="Example:  testtime leaderboard verify leaderboard.json caltech-101/ --cells 10")
 def verify(
-    context: typer.Context,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A leaderboard.json of somebody's.")],
     data: Sources = None,
     cells: Annotated[int, typer.Option("--cells", help="How many cells to repeat, drawn at random.")] = 10,
@@ -147,9 +146,8 @@ def verify(
     if not drawn:
         raise InputError(f"{file} has no cells to repeat.")
     with on_interrupt(lambda: "Interrupted. Nothing was decided; run the command again."):
-        plan, sources = _reopened(
-            board, {entry["source"] for entry, _ in drawn}, data, root, output, device, descriptions
-        )
+        wanted = {entry["source"] for entry, _ in drawn}
+        plan, sources = _reopened(board, wanted, data, root, output, device, descriptions)
         found = []
         for each in repeat(plan, board, sources, drawn, tolerance / 100):
             found.append(each)
@@ -180,13 +178,10 @@ def add(
     from testtime.files import check_folder, locked
 
     check_folder(output)
-    with locked(output / f"{NAME}.json", wait=True):  # two who add at once must not lose one another's
-        here = output / f"{NAME}.json"
-        _finish(
-            output,
-            merge([(str(path), read(path)) for path in [*([here] if here.exists() else []), *submissions]]),
-            as_json,
-        )
+    here = output / f"{NAME}.json"
+    with locked(here, wait=True):  # two who add at once must not lose one another's
+        paths = [*([here] if here.exists() else []), *submissions]
+        _finish(output, merge([(str(path), read(path)) for path in paths]), as_json)
 
 
 def _words(text: str | None) -> list[str] | None:
