@@ -48,6 +48,7 @@ ENTRY: dict[str, tuple[type, ...]] = {
     "machine": (str,),
     "made": (int,),
 }
+WHOLE = 1e-4  # how near to a whole number of images an accuracy must be
 LONGEST = 200  # characters of a name, which ends in tables
 
 
@@ -131,7 +132,10 @@ def _entry_problem(entry: object, found: Record) -> str:
         return "has a time or a size that is no number from 0"
     seeds = [_seed(order) for order in entry["scores"]]
     if not seeds or None in seeds or len(set(seeds)) < len(seeds):
-        return f"needs scores, each with its own seed, a number of images, and from 0 to 1: {', '.join(SCORES)}"
+        return (
+            f"needs scores, each with its own seed, a number of images, and from 0 to 1: {', '.join(SCORES)}; "
+            "accuracies are of whole images"
+        )
     return ""
 
 
@@ -144,7 +148,8 @@ def _seed(order: object) -> int | None:
         return None
     scores = [order.get(key) for key in SCORES]
     fine = all(isinstance(each, float | int) and not isinstance(each, bool) and 0 <= each <= 1 for each in scores)
-    return order["seed"] if fine else None
+    counts = [order[key] * order["images"] for key in SCORES[:2]] if fine else [0.5]
+    return order["seed"] if all(abs(each - round(each)) < WHOLE for each in counts) else None
 
 
 def key_of(entry: Record) -> tuple[str, str, str, str]:
