@@ -43,9 +43,10 @@ def complete(line: str) -> list[str]:
     "command",
     [
         "",
-        *"run encode replay report train-prompts eval bench list doctor demo version data history".split(),
+        *"run encode replay report train-prompts eval bench list doctor demo version data history leaderboard".split(),
         "data check",
         "history unlearn",
+        "leaderboard run",
     ],
 )
 def test_help_loads_nothing_heavy(command) -> None:
