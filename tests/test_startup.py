@@ -46,7 +46,7 @@ def complete(line: str) -> list[str]:
         *"run encode replay report train-prompts eval bench list doctor demo version data history leaderboard".split(),
         "data check",
         "history unlearn",
-        "leaderboard run",
+        "leaderboard make",
     ],
 )
 def test_help_loads_nothing_heavy(command) -> None:

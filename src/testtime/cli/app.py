@@ -48,10 +48,10 @@ class Group(TyperGroup):
         return _plain(super().get_params(ctx))
 
 
-class RunByDefault(Group):
-    """A group whose command 'run' needs not be written: the arguments of any other word are its own."""
+class MakeByDefault(Group):
+    """A group whose command 'make' need not be written: any word that is no other command is an argument of it."""
 
-    default = "run"
+    default = "make"
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
@@ -130,7 +130,7 @@ for commands in (run, encode, replay, report, prompts, experiments, doctor, abou
     app.add_typer(_readable(commands.app))  # no name: its commands are at the top level
 app.add_typer(_readable(data.app), name="data", cls=Group)
 app.add_typer(_readable(history.app), name="history", cls=Group)
-app.add_typer(_readable(leaderboard.app), name="leaderboard", cls=RunByDefault)
+app.add_typer(_readable(leaderboard.app), name="leaderboard", cls=MakeByDefault)
 
 
 def main(argv: list[str] | None = None) -> None:

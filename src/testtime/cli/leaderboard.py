@@ -1,4 +1,4 @@
-"""`testtime leaderboard`: run it, repeat some cells of somebody's, put several together."""
+"""`testtime leaderboard`: make it, repeat some cells of somebody's, put several together."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True,
     help="Rank methods on datasets and hard streams, repeat somebody's results, put results together. "
-    "'testtime leaderboard SOURCE' is short for 'testtime leaderboard run SOURCE'.",
+    "'testtime leaderboard SOURCE' is short for 'testtime leaderboard make SOURCE'.",
 )
 NAME = "leaderboard"
 # of the columns, those for a terminal
@@ -48,7 +48,7 @@ Sources = Annotated[
 
 
 @app.command(epilog="Example:  testtime leaderboard caltech-101/ --encoder offline --out runs/board")
-def run(
+def make(
     data: Annotated[
         list[str],
         typer.Argument(
