@@ -6,8 +6,8 @@ that cannot run here are marked in the page, in a comment before the block, with
     <!-- compiled only: needs the benchmarks -->
     <!-- parsed only: takes minutes on real photographs -->
 
-The plug-ins in `docs/extend.md`, in blocks with a file name, are installed with the entry points given there, and so is the
-package in `examples/own-method`.
+The plug-ins in `docs/extend.md`, in blocks with a file name, are installed with the entry points given there,
+and so is the package in `examples/own-method`.
 """
 
 from __future__ import annotations
