@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Any, ClassVar
 
 import pytest
@@ -19,7 +21,7 @@ from conftest import Outcome
 from testtime import load_encoder, registry, save_features, toy
 from testtime.experiments import leaderboard, recipes, sources, submission
 from testtime.experiments.lab import fingerprint
-from testtime.experiments.leaderboard_tables import ALL, remarks, sheets, standings
+from testtime.experiments.leaderboard_tables import ALL, remarks, sheets, standings, write_board
 from testtime.experiments.oracle import WEIGHTS
 from testtime.experiments.plan import Plan
 from testtime.experiments.scenarios import KINDS
@@ -225,6 +227,7 @@ def test_two_sources_of_one_name_are_refused(file: Path, tmp_path: Path, cli: Cl
         (["--methods", "tpd"], "Unknown method"),
         (["--streams", "wild"], "Unknown stream"),
         (["--limit", 0], "at least one image"),
+        (["--encoder", "tiny"], "have their own features"),
     ],
 )
 def test_wrong_options_are_refused_before_anything_runs(wrong, said, file: Path, tmp_path: Path, cli: Cli) -> None:
@@ -342,11 +345,15 @@ def damage(board: dict[str, Any], how: str) -> None:
             first["made"] = -1
         case "reason":
             board["left_out"] = {"tda": 3}
+        case "package":
+            del first["package"]
         case "name":
             first["label"] = "x" * 1000
 
 
-DAMAGE = "format|no entries|track|score|part of an image|nan|seed twice|source|identity|entry twice|run|reason|name"
+DAMAGE = (
+    "format|no entries|track|score|part of an image|nan|seed twice|source|identity|entry twice|run|reason|package|name"
+)
 
 
 @pytest.mark.parametrize("how", DAMAGE.split("|"))
@@ -418,6 +425,12 @@ def test_settings_other_than_the_tracks_are_found(made_board: Path, tmp_path: Pa
     assert done.code == 1 and "has no track 'per-dataset'" in done.err
 
 
+def test_a_method_that_is_not_installed_is_named_with_its_package(made_board: Path, tmp_path: Path, cli: Cli) -> None:
+    file = forged(made_board, tmp_path, lambda each: each.update(label="mine", package="my-package 1.0"))
+    done = cli("leaderboard", "verify", file, "--cells", 8, "--out", tmp_path)
+    assert done.code == 2 and "'mine' is of the package my-package 1.0; install it" in done.err
+
+
 def test_other_images_are_no_verification(made_board: Path, tmp_path: Path, cli: Cli) -> None:
     other = write(tmp_path / "toy.safetensors", seed=3)
     done = cli("leaderboard", "verify", made_board, other, "--out", tmp_path)
@@ -443,3 +456,37 @@ def test_a_table_says_what_a_method_assumes_and_where_it_is_from(made_board: Pat
         "shuffled",
         "4 classes",
     ]
+
+
+def places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where something is in plain data, everything in it included."""
+    if place:
+        yield place
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, part in inside:
+        yield from places(part, (*place, key))
+
+
+def test_a_file_damaged_at_random_is_refused_or_shown(made_board: Path, tmp_path: Path) -> None:
+    text, draw = made_board.read_text(), Random(0)
+    values = [None, True, -1, 0, 3, 1e308, math.nan, "", "x" * 300, "<script>alert(1)</script>", [], {}, [1], {"a": 1}]
+    everywhere, refused = list(places(json.loads(text))), 0
+    for _ in range(200):
+        board = json.loads(text)
+        *above, last = draw.choice(everywhere)
+        part = board
+        for key in above:
+            part = part[key]
+        if draw.random() < 0.3:
+            del part[last]
+        else:
+            part[last] = draw.choice(values)
+        (tmp_path / "odd.json").write_text(json.dumps(board))
+        try:
+            found = submission.merge([("odd", submission.read(tmp_path / "odd.json"))])
+            if found["entries"]:
+                write_board(tmp_path, found)
+                assert "<script>alert" not in (tmp_path / "leaderboard.html").read_text()
+        except InputError:
+            refused += 1
+    assert 100 < refused < 200

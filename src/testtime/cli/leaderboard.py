@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from testtime.cli.options import Device, EncoderName, Root, benchmarks_with_root, encoder_of, flag
+from testtime.cli.options import Device, EncoderName, Root, benchmarks_with_root, encoder_of, flag, given
 from testtime.cli.plans import (
     Described,
     Json,
@@ -49,6 +49,7 @@ Sources = Annotated[
 
 @app.command(epilog="Example:  testtime leaderboard caltech-101/ --encoder offline --out runs/board")
 def make(
+    context: typer.Context,
     data: Annotated[
         list[str],
         typer.Argument(
@@ -96,22 +97,27 @@ def make(
     can be sent to others, who repeat some of it with 'leaderboard verify'.
     """
     from testtime.experiments import leaderboard
+    from testtime.experiments.sources import is_stored
     from testtime.files import check_folder
 
+    if all(map(is_stored, map(Path, data))):
+        for option in ("encoder", "descriptions"):
+            if given(context, option):
+                raise InputError(f"--{option}: feature files have their own features and prototypes; leave it out.")
     names, left_out = leaderboard.chosen_methods(_words(methods))
     kinds = leaderboard.chosen_streams(_words(streams))
     check_out(output, NAME, data, encoder, descriptions, None)
     check_folder(output)
     with on_interrupt(lambda: stopped(output)):
         plan = _plan(encoder, device, output, _seeds(orders, seeds), descriptions, limit)
-        given = [(what, leaderboard.open_sources(plan, what, root)) for what in data]
-        entries = leaderboard.entries_of(plan, [each for _, found in given for each in found], names, kinds, oracle)
+        opened = [(what, leaderboard.open_sources(plan, what, root)) for what in data]
+        entries = leaderboard.entries_of(plan, [each for _, found in opened for each in found], names, kinds, oracle)
         for label, reason in left_out.items():
             note(f"Left out: {label}: {reason}.")
         _print_estimate(leaderboard.estimate(plan, entries))
         if dry_run:
             return
-        board = leaderboard.run(plan, given, entries) | {"left_out": left_out}
+        board = leaderboard.run(plan, opened, entries) | {"left_out": left_out}
         _finish(output, board, as_json)
 
 

@@ -151,11 +151,12 @@ def estimate(plan: Plan, entries: Sequence[Entry]) -> dict[str, float]:
 
 
 def _seconds(session: Session, features: Tensor) -> float:
-    """Seconds of a step, on one core."""
+    """Seconds of a step, on one core, whatever else runs on it."""
     session.warm_up(1)
-    start = time.perf_counter()
-    session.scan(features[:PROBED, None])
-    return (time.perf_counter() - start) / min(PROBED, len(features))
+    clock = time.thread_time if session.task.text.is_cpu else time.perf_counter
+    start = clock()
+    session.scan(features[:PROBED, None]).cpu()
+    return (clock() - start) / min(PROBED, len(features))
 
 
 def run(plan: Plan, given: Sequence[tuple[str, Sequence[Source]]], entries: Sequence[Entry]) -> Record:

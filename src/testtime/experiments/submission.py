@@ -39,6 +39,7 @@ ENTRY: dict[str, tuple[type, ...]] = {
     "label": (str,),
     "method": (str,),
     "settings": (dict,),
+    "package": (str,),
     "assumes": (list,),
     "source": (str,),
     "stream": (str,),
@@ -82,6 +83,14 @@ def _commit(folder: Path) -> str:
 def read(path: Path) -> Record:
     """A submission, with everything in it checked; an InputError names what is wrong."""
     found = files.parse_json(read_bytes(path), path, kind=dict)
+    try:
+        _check(found, path)
+    except RecursionError:  # its identities are computed from what it holds
+        raise InputError(f"{path} is malformed: it is nested too deeply.") from None
+    return found
+
+
+def _check(found: Record, path: Path) -> None:
     if found.get("format") != FORMAT:
         raise InputError(f"{path} is no leaderboard file: its format is {found.get('format')!r}, expected '{FORMAT}'.")
     for key, kind in (("made", list), ("sources", dict), ("entries", list), ("left_out", dict), ("not_run", list)):
@@ -101,7 +110,6 @@ def read(path: Path) -> Record:
     keys = [key_of(entry) for entry in found["entries"]]
     if len(set(keys)) < len(keys):
         raise InputError(f"{path} is malformed: two entries are of the same track, method, source and stream.")
-    return found
 
 
 def _source_problem(name: str, source: object) -> str:
@@ -118,7 +126,7 @@ def _entry_problem(entry: object, found: Record) -> str:
     if not isinstance(entry, dict):
         return "is not an object"
     for key, kinds in ENTRY.items():
-        if not isinstance(entry.get(key), kinds) or isinstance(entry[key], bool):
+        if key not in entry or not isinstance(entry[key], kinds) or isinstance(entry[key], bool):
             return f"needs '{key}', a {kinds[0].__name__}"
         if kinds == (str,) and len(entry[key]) > LONGEST:
             return f"has a '{key}' of more than {LONGEST} characters"

@@ -7,6 +7,7 @@ from dataclasses import replace
 from random import Random
 from typing import NamedTuple
 
+from testtime import registry
 from testtime.experiments import streams
 from testtime.experiments.lab import Record, fingerprint
 from testtime.experiments.leaderboard import entries_of
@@ -47,6 +48,10 @@ def repeat(
         if entry["source"] not in known:
             raise InputError(_other_data(submission["sources"][entry["source"]], sources))
         source = known[entry["source"]]
+        if registry.METHODS.known(entry["label"].partition(":")[0]) is None and entry["package"]:
+            raise InputError(
+                f"Method '{entry['label']}' is of the package {entry['package']}; install it to repeat it."
+            )
         again = replace(plan, seeds=(order["seed"],))
         tracks = entries_of(again, [source], [entry["label"]], [entry["stream"]], oracle=True)
         cell = next((each.cell for each in tracks if each.track == entry["track"]), None)
