@@ -186,7 +186,11 @@ def test_an_estimate_counts_only_what_is_still_to_run(run, file: Path, tmp_path:
 def test_a_stream_that_cannot_be_made_is_named(run) -> None:
     board = run("--streams", "shuffled,10% of classes")
     assert {each["stream"] for each in board["not_run"]} == {"10% of classes"}
-    assert any("10% of classes" in line and "up to 4" in line for line in remarks(board))
+    said = [line for line in remarks(board) if line.startswith("Not run")]
+    reason = "10% of 12 classes are 1, and up to 4 are other streams"
+    assert said == [f"Not run: '10% of classes' on toy: {reason}."]
+    board["not_run"] = board["not_run"][1:2]
+    assert f"Not run: '10% of classes' on toy (tda): {reason}." in remarks(board)
 
 
 def test_domains_are_sources_of_their_own_and_together(tmp_path: Path, monkeypatch, file: Path) -> None:

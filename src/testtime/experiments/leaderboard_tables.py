@@ -185,12 +185,20 @@ def remarks(board: Record) -> list[str]:
     machines = list(dict.fromkeys(each.get("machine", "") for each in board["made"]))
     lines.append(f"Times are of {'; '.join(machines)}" + ", and not comparable with one another." * (len(machines) > 1))
     lines += [f"Left out: {label}: {reason}." for label, reason in board["left_out"].items()]
-    reasons: dict[tuple[str, str], list[str]] = {}
+    return [*lines, *_not_run(board)]
+
+
+def _not_run(board: Record) -> list[str]:
+    """What was not run, and why: sources are named together, and methods only if others did run."""
+    ran = {entry["label"] for entry in board["entries"]}
+    found: dict[tuple[str, str], list[Record]] = {}
     for each in board["not_run"]:
-        what = each.get("stream", ""), each.get("reason", "")
-        reasons.setdefault(what, []).append(f"{each.get('label', '')} on {each.get('source', '')}")
-    for (stream, reason), places in reasons.items():
-        lines.append(f"Not run: '{stream}' ({', '.join(dict.fromkeys(places))}): {reason}.")
+        found.setdefault((each.get("stream", ""), each.get("reason", "")), []).append(each)
+    lines = []
+    for (stream, reason), places in found.items():
+        sources, labels = (list(dict.fromkeys(each.get(key, "") for each in places)) for key in ("source", "label"))
+        whose = "" if ran <= set(labels) else f" ({', '.join(labels)})"
+        lines.append(f"Not run: '{stream}' on {', '.join(sources)}{whose}: {reason}.")
     return lines
 
 
