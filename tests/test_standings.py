@@ -65,8 +65,15 @@ def test_the_error_is_over_orders_and_not_over_streams() -> None:
 
 def test_one_order_has_no_interval_and_no_rank() -> None:
     alone = standing({PETS: cells(0.2), CARS: cells(0.9, 0.8)})
-    assert alone.error is None and alone.gap.low is None and alone.gap.mean == pytest.approx(1.9 / 3 - 0.5)
+    assert alone.error is None and alone.gap.low is None and alone.gap.mean == pytest.approx((0.2 + 0.85) / 2 - 0.5)
     assert ranks([alone.gap, Interval(0, 0, 0, 0)]) == [None, 1]
+
+
+def test_more_orders_of_a_stream_make_it_surer_and_not_weightier() -> None:
+    few = standing({PETS: cells(0.2, 0.4), CARS: cells(0.9, 0.8)})
+    many = standing({PETS: cells(*[0.2, 0.4] * 10), CARS: cells(0.9, 0.8)})
+    assert many.accuracy == pytest.approx(few.accuracy) and many.gap.mean == pytest.approx(few.gap.mean)
+    assert many.below == few.below == 0.5 and many.error < few.error
 
 
 def test_differences_are_paired_cell_by_cell() -> None:

@@ -37,7 +37,7 @@ COLUMNS = {
     "Cells": "orders of streams of datasets",
 }
 REMARKS = (
-    "A cell is one order of one stream of one dataset; every cell counts the same.",
+    "A cell is one order of one stream of one dataset; every stream of every dataset counts the same.",
     "Expected tail accuracy: the mean accuracy over the worst tenth of the cells.",
     "Against zero-shot: paired differences on the same cells, with 95% t intervals. Only orders are random, so the "
     "variance is taken over the orders of each stream, with Satterthwaite's degrees of freedom; the intervals say "

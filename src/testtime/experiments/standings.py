@@ -1,7 +1,8 @@
 """What a leaderboard says of a method: statistics over cells, with intervals, and ranks where the intervals separate.
 
-A cell is one order of one stream of one dataset. Every cell counts the same. Datasets and streams are chosen, and only
-orders are drawn at random: so the spread is taken within each stream of a dataset (a group), over its orders.
+A cell is one order of one stream of one dataset. Datasets and streams are chosen, and only orders are drawn at random:
+so the spread is taken within each stream of a dataset (a group), over its orders. Every group counts the same, also on
+a board where some have more orders than others.
 
 >>> groups = {("pets", "sorted"): [Cell(1, 0.50, 0.48, 0.1), Cell(2, 0.54, 0.49, 0.1)]}
 >>> found = standing(groups)
@@ -75,22 +76,20 @@ def standing(groups: Groups) -> Standing:
         worst,
         where,
         mean_of([[cell.accuracy - cell.zero_shot for cell in cells] for cells in groups.values()]),
-        fmean(cell.accuracy < cell.zero_shot for cell in every),
-        fmean(cell.calibration_error for cell in every),
+        fmean(fmean(cell.accuracy < cell.zero_shot for cell in cells) for cells in groups.values()),
+        fmean(fmean(cell.calibration_error for cell in cells) for cells in groups.values()),
     )
 
 
 def mean_of(groups: Sequence[Sequence[float]]) -> Interval:
-    """The mean of all values with its t interval, from the variance within each group of independent draws.
+    """The mean of the groups' means with its t interval, from the variance within each group of independent draws.
 
     Groups may differ in size and in variance, so the degrees of freedom are Satterthwaite's.
     """
-    total = sum(map(len, groups))
-    mean = math.fsum(value for group in groups for value in group) / total
+    mean = fmean(map(fmean, groups))
     if min(map(len, groups)) < 2:
         return Interval(mean, None, None, None)
-    # the mean is that of the groups' means, each by its share of the values
-    parts = [(len(group) / total) ** 2 * variance(group) / len(group) for group in groups]
+    parts = [variance(group) / len(group) / len(groups) ** 2 for group in groups]
     squared = math.fsum(parts)
     if squared == 0:
         return Interval(mean, 0.0, mean, mean)
