@@ -44,8 +44,10 @@ def complete(line: str) -> list[str]:
     [
         "",
         *"run encode replay report serve train-prompts eval bench list doctor demo version data history token".split(),
+        "leaderboard",
         "data check",
         "history unlearn",
+        "leaderboard make",
         "token add",
     ],
 )
