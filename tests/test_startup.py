@@ -72,7 +72,7 @@ def test_the_version_loads_nothing_heavy(word) -> None:
         ("testtime history rollback h --bef", ["--before"]),
         ("testtime run photos --encoder o", ["offline", "open_clip:"]),
         ("testtime run photos --device c", ["cpu", "cuda"]),
-        ("testtime run photos --preset ", ["released", "paper"]),
+        ("testtime run photos --preset ", ["released", "quick", "paper", "unknown_length"]),
         ("testtime run photos --template imagenet", ["imagenet7", "imagenet80"]),
         ("testtime run -c none.toml --met", ["--method"]),  # the file is not read
         ("testtime run --root data food", ["food101"]),
