@@ -4,8 +4,9 @@
     python benchmarks/serve.py --device cuda --classes 1000 --only testtime --decoders 12
 
 Three servers, one after another, each in its own process, with the same encoder (random weights) and the same JPEG
-files: the service with DPE (and the guard, unless --no-guard), and two FastAPI endpoints that read an image with Pillow, preprocess it,
-encode it alone and take the softmax: one with `def` (FastAPI's thread pool), one with `async def` (one at a time).
+files: the service with DPE (and the guard, unless --no-guard), and two FastAPI endpoints that read an image with
+Pillow, preprocess it, encode it alone and take the softmax: one with `def` (FastAPI's thread pool), one with
+`async def` (one at a time).
 Clients are processes with one keep-alive connection each, on the loopback address; each sends its next image when the
 last is answered. Requests of the first seconds (--warm) are not counted. Of the service, the seconds that its encoder
 was at work come from its own metrics.
@@ -219,7 +220,7 @@ def busy(port: int) -> tuple[float, float, float]:
 
 
 def encoder_alone(encoder_name: str, options: argparse.Namespace, images: Path) -> dict[str, float]:
-    """Images a second of the encoder itself, from pixels in memory, in the way that the service encodes them."""
+    """Images a second of the encoder, and its CPU time, from pixels in memory, encoded as the service does it."""
     code = f"""
 import time, numpy, torch
 from pathlib import Path
@@ -231,18 +232,19 @@ encoder = LiveEncoder(load_encoder({encoder_name!r}, {options.device!r}), max_ba
 files = sorted(Path({str(images)!r}).glob("*.jpg"))
 pixels = [torch.from_numpy(numpy.array(Image.open(file).convert("RGB"))) for file in files]
 plan = ViewPlan()
-[future.result() for future in [encoder.submit(each, plan, 0) for each in pixels]]
-began, count, waiting = time.perf_counter(), 0, []
+[future.result() for future in [encoder.submit(each, plan, 0) for each in pixels[:8]]]
+began, used, count, waiting = time.perf_counter(), time.process_time(), 0, []
 while time.perf_counter() - began < {options.seconds}:
     waiting.append(encoder.submit(pixels[count % len(pixels)], plan, count))
     count += 1
-    if len(waiting) >= 64:
+    if len(waiting) >= 2 * {options.max_batch}:
         waiting.pop(0).result()
 [future.result() for future in waiting]
-print(count / (time.perf_counter() - began))
+print(count / (time.perf_counter() - began), 1000 * (time.process_time() - used) / count)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return {"images_per_second": round(float(done.stdout), 2)}
+    speed, cost = map(float, done.stdout.split())
+    return {"images_per_second": round(speed, 2), "cpu_ms_per_image": round(cost, 2)}
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -287,10 +289,12 @@ def photograph_bytes(images: Path) -> bytes:
 
 def summary(report: dict[str, Any]) -> None:
     """Print how the servers compare, by the number of clients."""
-    alone = report["encoder alone"]["images_per_second"]
+    alone = report["encoder alone"]
     for ours in report.get("testtime", []):
-        outside = 1 - ours["images_per_second"] / alone
-        print(f"{ours['clients']} clients: {outside:.1%} of the encoder's own throughput is lost around it", end="")
+        lost = 1 - ours["images_per_second"] / alone["images_per_second"]
+        outside = 1 - alone["cpu_ms_per_image"] / ours["cpu_ms_per_image"]
+        print(f"{ours['clients']} clients: {lost:.1%} of the encoder's own throughput is lost around it, ", end="")
+        print(f"and {outside:.1%} of the CPU time is spent outside it", end="")
         for kind in ("def", "async def"):
             for theirs in report.get(kind, []):
                 if theirs["clients"] == ours["clients"]:

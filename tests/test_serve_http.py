@@ -360,7 +360,9 @@ def test_an_open_service_answers_to_each_name_of_this_machine(client, host) -> N
     assert client.get("/v1/streams", headers={"Host": host}).status_code == 200
 
 
-@pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://localhost:1", "http://127.0.0.1"])
+@pytest.mark.parametrize(
+    "origin", ["https://evil.example", "null", "http://localhost:1", "http://127.0.0.1", "http://["]
+)
 def test_another_site_cannot_change_an_open_service(client, service, origin) -> None:
     assert "Origin" in refusal(client.post(IMAGES, content=b"x", headers={"Origin": origin}), 403)
     refusal(client.delete("/v1/streams/pets", headers={"Origin": origin}), 403)

@@ -35,7 +35,7 @@ CHECKS = (
     content_type_conformance,
     response_schema_conformance,
 )
-EXAMPLES = 12  # requests of each call and each kind: valid, and not
+EXAMPLES = 10  # requests of each call and each kind: valid, and not
 
 
 def picture(shade: int) -> bytes:
@@ -48,14 +48,11 @@ def make_service(folder: Path) -> Service:
     return Service(load_encoder("tiny"), folder, Settings(decoders=1))
 
 
-def document() -> dict[str, typing.Any]:
-    """The OpenAPI document; no service needs to run for it."""
-    return make_app(FakeService(), Gate(Path("nowhere"), "127.0.0.1")).openapi()
-
-
+# no service needs to run for the document
+DOCUMENT = make_app(FakeService(), Gate(Path("nowhere"), "127.0.0.1")).openapi()
 CALLS = [
     (method.upper(), path, mode)
-    for path, methods in document()["paths"].items()
+    for path, methods in DOCUMENT["paths"].items()
     for method, call in methods.items()
     for mode in ("positive", "negative")
     if not path.endswith("/events")  # these never end
@@ -70,23 +67,27 @@ def url(tmp_path_factory):
         yield address
 
 
-def fill(url: str) -> None:
+@pytest.fixture(scope="module")
+def client(url):
+    with httpx.Client(base_url=url, timeout=60) as client:
+        yield client
+
+
+def fill(client: httpx.Client) -> None:
     """Have a stream 'pets' with a few images and a snapshot, whatever the requests before did to it."""
-    if httpx.get(f"{url}/v1/streams/pets").status_code == 404:
+    if client.get("/v1/streams/pets").status_code == 404:
         new = {"name": "pets", "classes": ["cat", "dog"], "method": "tda", "thumbnails": True}
-        httpx.post(f"{url}/v1/streams", json=new).raise_for_status()
-        for shade in range(3):
-            sent = httpx.post(f"{url}/v1/streams/pets/images", content=picture(80 * shade))
-            sent.raise_for_status()
-        httpx.post(f"{url}/v1/streams/pets/snapshots", json={"title": "good"}).raise_for_status()
+        client.post("/v1/streams", json=new).raise_for_status()
+        client.post("/v1/streams/pets/images", files=[("file", ("x", picture(n))) for n in (0, 80, 160)])
+        client.post("/v1/streams/pets/snapshots", json={"title": "good"}).raise_for_status()
 
 
 schemathesis.openapi.media_type("image/*", st.sampled_from([picture(9), b"not an image", b"\x89PNG", b""]))
 
 
 @pytest.mark.parametrize("method, path, mode", CALLS, ids=[" ".join(call) for call in CALLS])
-def test_no_request_makes_the_service_fail(url, method, path, mode) -> None:
-    schema = schemathesis.openapi.from_dict(document())
+def test_no_request_makes_the_service_fail(url, client, method, path, mode) -> None:
+    schema = schemathesis.openapi.from_dict(DOCUMENT)
     cases = schema[path][method].as_strategy(generation_mode=schemathesis.GenerationMode(mode))
     known = st.tuples(st.sampled_from(["pets", "pets", None]), st.integers(0, 8))
 
@@ -100,7 +101,7 @@ def test_no_request_makes_the_service_fail(url, method, path, mode) -> None:
         suppress_health_check=list(HealthCheck),
     )
     def run(case, chosen) -> None:
-        fill(url)
+        fill(client)
         name, number = chosen
         if name is not None:  # a stream that is there, more often than chance would have it
             numbers = {key: number for key in ("image", "snapshot") if key in case.path_parameters}
@@ -109,6 +110,14 @@ def test_no_request_makes_the_service_fail(url, method, path, mode) -> None:
         case.validate_response(response, checks=list(CHECKS))
 
     run()
+
+
+def test_a_key_of_an_image_that_is_not_learned_and_cannot_be_read_does_no_harm(client) -> None:
+    fill(client)
+    at, headers = "/v1/streams/pets/images", {"Idempotency-Key": "one"}
+    assert client.post(f"{at}?learn=false", content=b"bad", headers=headers).status_code == 422
+    assert client.post(at, content=b"bad", headers=headers).status_code == 422
+    assert client.post(at, content=picture(7), headers=headers).json()["answers"][0]["repeated"] is False
 
 
 # What the service answers
@@ -207,7 +216,7 @@ def test_a_stream_s_description_reaches_the_service_whole() -> None:
 
 
 def test_every_call_documents_its_errors_and_has_a_scope() -> None:
-    for path, methods in document()["paths"].items():
+    for path, methods in DOCUMENT["paths"].items():
         for method, call in methods.items():
             assert call["summary"], path
             if path.startswith("/v1/"):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 from datetime import UTC, datetime
 
 FORMATS = ("text", "json")
+PLAIN = re.compile(r"[!#-&(-<>-~]+")  # printable ASCII without quotes, = and spaces
 
 
 class _Lines(logging.Formatter):
@@ -33,7 +35,7 @@ class _Lines(logging.Formatter):
 
 def _shown(value: object) -> str:
     text = value if isinstance(value, str) else json.dumps(value, default=str)
-    return text if text and all(33 <= ord(c) < 127 and c not in "\"'=" for c in text) else json.dumps(text)
+    return text if PLAIN.fullmatch(text) else json.dumps(text)
 
 
 def _plain(text: str) -> str:
