@@ -6,7 +6,8 @@ that cannot run here are marked in the page, in a comment before the block, with
     <!-- compiled only: needs the benchmarks -->
     <!-- parsed only: takes minutes on real photographs -->
 
-The plug-ins in `docs/extend.md`, in blocks with a file name, are installed with the entry points given there.
+The plug-ins in `docs/extend.md`, in blocks with a file name, are installed with the entry points given there,
+and so is the package in `examples/own-method`.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ FENCE = re.compile(
 )
 SHELL = ("sh", "bash", "console")
 EXTEND = ROOT / "docs" / "extend.md"
+OWN = ROOT / "examples" / "own-method"
 FILE = re.compile(r'^```python title="(?P<name>\w+\.py)"\n(?P<body>.*?)^```', re.MULTILINE | re.DOTALL)
 
 
@@ -119,8 +121,9 @@ def set_up(patch: pytest.MonkeyPatch, folder: Path) -> None:
     patch.chdir(folder)
     for file in FILE.finditer(EXTEND.read_text()):
         (folder / file["name"]).write_text(file["body"])
+    patch.syspath_prepend(OWN)
     patch.syspath_prepend(folder)
-    points = entry_points()
+    points = [*entry_points(), *points_in((OWN / "pyproject.toml").read_text())]
     patch.setattr(registry, "entry_points", lambda group: [point for point in points if point.group == group])
 
     def tiny_under_that_name(name: str, device: str = "cpu", dtype: object = None) -> object:
@@ -136,13 +139,13 @@ def set_up(patch: pytest.MonkeyPatch, folder: Path) -> None:
 
 def entry_points() -> list[EntryPoint]:
     """The entry points in the page on plug-ins."""
-    return [
-        EntryPoint(name, value, group)
-        for block in blocks(EXTEND)
-        if block.language == "toml"
-        for group, points in tomllib.loads(block.body)["project"]["entry-points"].items()
-        for name, value in points.items()
-    ]
+    return [point for block in blocks(EXTEND) if block.language == "toml" for point in points_in(block.body)]
+
+
+def points_in(project: str) -> list[EntryPoint]:
+    """The entry points in a pyproject.toml."""
+    groups = tomllib.loads(project)["project"]["entry-points"].items()
+    return [EntryPoint(name, value, group) for group, points in groups for name, value in points.items()]
 
 
 def call(arguments: list[str]) -> None:
@@ -158,6 +161,8 @@ def parse(arguments: list[str]) -> None:
     command, name = typer.main.get_command(app), "testtime"
     words = list(arguments)
     while hasattr(command, "commands"):
+        if words and words[0] not in command.commands and hasattr(command, "default"):
+            words.insert(0, command.default)
         assert words and words[0] in command.commands, f"no command '{' '.join([name, *words[:1]])}'"
         name = f"{name} {words[0]}"
         command = command.commands[words.pop(0)]
@@ -217,6 +222,7 @@ def test_a_command_or_an_option_that_does_not_exist_is_noticed() -> None:
 
 def test_blocks_that_do_not_run_are_marked_with_a_reason() -> None:
     marked = [(page.name, block) for page in PAGES for block in blocks(page) if not block.runs]
-    several = {"README.md", "commands.md", "data.md", "doctor.md", "experiments.md", "serve.md", "streams.md"}
+    several = {"README.md", "commands.md", "data.md", "doctor.md", "experiments.md", "leaderboard.md"}
+    several |= {"serve.md", "streams.md"}
     assert {name for name, _ in marked} <= several
     assert all(block.language in ("python", *SHELL) for _, block in marked)

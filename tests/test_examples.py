@@ -5,8 +5,10 @@ from __future__ import annotations
 import csv
 import json
 import os
+import shutil
 import subprocess
 import sys
+import zipfile
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,7 +16,7 @@ from pathlib import Path
 import pytest
 from small_data import make_folders
 
-from testtime import registry
+from testtime import registry, save_features, toy
 from testtime.checks import check_method
 
 ROOT = Path(__file__).parents[1]
@@ -82,6 +84,45 @@ def test_the_scripts_own_method_passes_the_checks(monkeypatch: pytest.MonkeyPatc
     method = import_module("compare_methods").Drift
     monkeypatch.setitem(registry.METHODS.ours, "drift", registry.Entry(method))  # as a plug-in would be
     check_method(method())
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the example of a package in it, as its wheel would be installed."""
+    tree, out = tmp_path_factory.mktemp("tree") / "own", tmp_path_factory.mktemp("installed")
+    shutil.copytree(EXAMPLES / "own-method", tree, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info", "build"))
+    build = f"from setuptools import build_meta; build_meta.build_wheel({str(out)!r})"
+    python("-c", build, cwd=tree)
+    (wheel,) = out.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(out)
+    return out
+
+
+def test_a_package_with_a_method_passes_its_own_tests(installed: Path, tmp_path: Path) -> None:
+    shutil.copy(EXAMPLES / "own-method" / "test_balanced.py", tmp_path)
+    assert "3 passed" in python("-m", "pytest", "-p", "no:cacheprovider", tmp_path, cwd=tmp_path, **found(installed))
+
+
+def test_a_package_with_a_method_has_its_row_in_the_board(installed: Path, tmp_path: Path) -> None:
+    task, stream, labels = toy(classes=6, images=60, dim=32, views=1)
+    save_features(tmp_path / "toy.safetensors", stream, task.text, classnames=task.classnames, labels=labels)
+    call = "-m testtime leaderboard toy.safetensors --streams shuffled,sorted --orders 2 --out board".split()
+    python(*call, "--methods", "tda", cwd=tmp_path, **found(installed))
+    cells = {path: path.stat().st_mtime_ns for path in (tmp_path / "board" / "cells").iterdir()}
+    said = python(*call, "--methods", "tda,balanced", "--json", cwd=tmp_path, **found(installed))
+    after = {path: path.stat().st_mtime_ns for path in (tmp_path / "board" / "cells").iterdir()}
+    assert cells.items() <= after.items() and len(after) == len(cells) + 2  # its own cells alone
+    rows = {row["label"]: row for row in json.loads(said)["standings"]["one-setting"]["all cells"]}
+    assert rows["balanced"]["package"] == "testtime-balanced 0.1.0" and rows["balanced"]["cells"] == 4
+    assert rows["balanced"]["assumes"] == ["class balance"] and rows.keys() == {"zeroshot", "tda", "balanced"}
+    verify = python("-m", "testtime", "leaderboard", "verify", "board/leaderboard.json", "--json", cwd=tmp_path,
+                    **found(installed))  # fmt: skip
+    assert json.loads(verify)["differ"] == 0
+
+
+def found(installed: Path) -> dict[str, str]:
+    """The environment in which a package in that folder is installed."""
+    return {"PYTHONPATH": os.pathsep.join([str(installed), str(ROOT / "src")])}
 
 
 def test_the_notebook_runs_and_draws(tmp_path: Path) -> None:

@@ -127,6 +127,8 @@ def test_tracks_set_one_value_for_all_or_the_datasets_own() -> None:
     assert recipes.track_settings("dpe", "one-setting", caltech)["alpha"] == 6
     assert recipes.track_settings("dpe", "per-dataset", caltech)["alpha"] == 15
     assert recipes.track_settings("mta", "per-dataset", caltech) == {}
+    assert recipes.track_settings("dota", "per-dataset", caltech) == {"eta": 0.3, "rho": 0.02, "epsilon": 0.002}
+    assert recipes.track_settings("onzeta", "per-dataset", caltech) == {"stream_length": 2465}
     with pytest.raises(InputError, match="one-setting"):
         recipes.track_settings("dpe", "per-dataset", None)
     with pytest.raises(UnknownName, match="Did you mean 'per-dataset'"):
@@ -141,6 +143,10 @@ def test_views_follow_the_protocol_and_the_method() -> None:
     assert recipes.views_of("tpt", recipe("imagenet-a")) == ViewPlan(64, False)
     assert recipes.views_of("tpt", recipe("dtd")) == ViewPlan(64, True)
     assert recipes.views_of("dpe", None) == ViewPlan(1, False)
+    assert recipes.views_of("dlae", recipe("imagenet-r")) == ViewPlan(64, True)  # unlike the other variants
+    assert recipes.views_of("dlae", recipe("imagenet-a")) == ViewPlan(64, False)
+    assert recipes.views_of("dlae", recipe("eurosat")) == ViewPlan(1, False)
+    assert recipes.views_of("dota", recipe("imagenet-v2")) == ViewPlan(64, True)
     assert recipes.seeds_of("released") == (1,) and len(recipes.seeds_of("paper")) == 3
     for call in (lambda: recipes.views_of("dpe", None, "papers"), lambda: recipes.seeds_of("papers")):
         with pytest.raises(UnknownName, match="Did you mean 'paper'"):

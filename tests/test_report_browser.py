@@ -11,7 +11,10 @@ from small_data import make_folders
 import testtime as tt
 from testtime import load_encoder
 from testtime.datasets import open_dataset
+from testtime.experiments import submission
 from testtime.experiments.catalogue import EXPERIMENTS
+from testtime.experiments.lab import fingerprint
+from testtime.experiments.leaderboard_tables import write_board
 from testtime.experiments.plan import Plan
 from testtime.experiments.run import page as page_of
 from testtime.experiments.run import run_experiment
@@ -28,8 +31,8 @@ if CHROMIUM is None:
 OPEN = "for (const d of document.querySelectorAll('details')) d.open = true"
 SIZES = [(1280, 900), (390, 844)]
 # pages of a stream, of images without labels, of two streams as in the demo, of a full matrix, of kinds of experiments:
-# a table of datasets, a table of rows, one with costs, a line, a heat map, a map of the queues, gaps on streams
-KINDS = "full bare several confused cross components efficiency steps tau-queue tsne streams".split()
+# a table of datasets, one of rows, one with costs, a line, a heat map, a map of the queues, gaps on streams, a board
+KINDS = "full bare several confused cross components efficiency steps tau-queue tsne streams leaderboard".split()
 ROWS = {"cross": ["CLIP", "DPE"], "efficiency": ["CLIP", "TDA", "DPE"], "streams": ["zero-shot", "TDA"]}
 
 
@@ -82,7 +85,42 @@ def pages(tmp_path_factory):
             }
         result = run_experiment(name, plans, columns, ROWS.get(name), [6, 18] if name == "tsne" else None)
         (folder / f"{name}.html").write_text(page_of(result, columns, command))
+    write_board(folder, board_of(3), command)
     return {name: (folder / f"{name}.html").as_uri() for name in KINDS}
+
+
+def board_of(datasets):
+    """A leaderboard of invented scores: methods with long names and assumptions, in all tracks."""
+    draw, abouts = Random(0), [{"encoder": "tiny", "images": 100, "classes": 5, "n": n} for n in range(datasets)]
+    labels = {
+        "zeroshot": [],
+        "tda": [],
+        "a-method-with-a-long-name": ["stream length", "class balance"],
+        "oga": ["batch"],
+    }
+    board = {
+        "format": submission.FORMAT,
+        "made": [submission.made()],
+        "left_out": {"tpt": "takes hours"},
+        "not_run": [],
+    }
+    board["sources"] = {
+        fingerprint(about): {"name": f"a-folder-with-a-long-name-{n}", "given": "x", "limit": None, "about": about}
+        for n, about in enumerate(abouts)
+    }
+    board["entries"] = [
+        {"track": track, "label": label, "method": label, "settings": {}, "package": "", "assumes": assumes,
+         "source": source, "stream": stream, "milliseconds": 0.1 + draw.random(), "state_bytes": 10**number,
+         "machine": "", "made": 0,
+         "scores": [{"seed": seed, "images": 100, "accuracy": draw.randrange(40, 60) / 100, "zero_shot": 0.5,
+                     "calibration_error": draw.random()} for seed in (1, 2, 3)]}
+        for track in submission.NAMES
+        for number, (label, assumes) in enumerate(labels.items())
+        for source in board["sources"]
+        for stream in ("shuffled", "10% of classes", "domains in sequence")
+        if track == "one-setting" or label != "oga"
+    ]  # fmt: skip
+    return board
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +172,8 @@ def test_every_cell_of_a_table_that_scrolls_can_be_reached_beside_its_name(visit
     page = visit(name, size)
     page.evaluate(OPEN)
     boxes = page.evaluate("""() => [...document.querySelectorAll(".scroll")].map((box) => {
-        const edge = box.getBoundingClientRect(), rows = [...box.querySelectorAll("tr")];
+        const edge = box.getBoundingClientRect();
+        const rows = [...box.querySelectorAll("tr")].filter((row) => row.offsetParent);
         box.scrollLeft = 1e6;
         const at = (node) => node.getBoundingClientRect();
         return { named: rows.every((row) => Math.abs(at(row.firstElementChild).left - edge.left) < 3),
@@ -228,3 +267,73 @@ def test_the_scores_fit_on_a_phone(visit):
     page = visit("full", SIZES[1])
     width, needed = page.evaluate("(e => [e.clientWidth, e.scrollWidth])(document.querySelector('.scores').parentNode)")
     assert needed <= width
+
+
+def column(page, place, number=0):
+    """The numbers in a column of a table of the leaderboard, as they are sorted, of the rows that can be seen."""
+    return page.evaluate(
+        """([place, number]) => [...document.querySelectorAll("table.board")[number].rows]
+        .filter((row) => row.parentNode.tagName === "TBODY" && row.offsetParent).map((row) => row.children[place])
+        .map((cell) => place ? Number(cell.dataset.value) : cell.firstChild.textContent)""",
+        [place, number],
+    )
+
+
+def test_a_board_sorts_by_any_column_in_both_directions(visit):
+    page = visit("leaderboard")
+    headings = page.locator("table.board").first.locator("thead th")
+    assert headings.count() == 12 and page.locator("table.board").count() == 3
+    for place in (2, 5, 8):
+        button = headings.nth(place).locator("button")
+        button.click()
+        down = column(page, place)
+        assert down == sorted(down, reverse=True) and len(set(down)) > 1
+        assert headings.nth(place).get_attribute("aria-sort") == "descending"
+        button.press("Enter")  # and by keyboard
+        assert column(page, place) == down[::-1]
+        assert page.locator("table.board").first.locator("[aria-sort]").count() == 1
+    headings.nth(0).locator("button").click()
+    assert column(page, 0) == sorted(column(page, 0))
+
+
+def test_a_board_filters_by_name_cells_and_assumption(visit):
+    page = visit("leaderboard")
+    assert len(column(page, 0)) == 4 and page.locator("form.filters output").inner_text() == ""
+    page.locator("input[type=search]").fill("LONG")
+    assert column(page, 0) == column(page, 0, 1) == ["a-method-with-a-long-name"]
+    assert page.locator("form.filters output").inner_text() == "3 of 10 rows"
+    page.locator("input[type=search]").fill("")
+    page.get_by_label("stream length").check()
+    assert "a-method-with-a-long-name" not in column(page, 0) and len(column(page, 0)) == 3
+    before = column(page, 2)
+    page.locator("select").select_option("stream: 10% of classes")
+    after = column(page, 2)
+    assert len(after) == 3 and after != before and "a-method-with-a-long-name" not in column(page, 0)
+    counts = page.evaluate("() => document.querySelectorAll('table.board')[0].tBodies.length")
+    assert counts == 1 + 3 + 3  # all cells, each dataset, each stream
+
+
+@pytest.mark.parametrize("width", [390, 620, 1280, 1920])
+def test_a_board_shows_all_it_can_at_any_width(visit, width):
+    page = visit("leaderboard", (width, 900))
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    hidden = page.evaluate("""() => { const box = document.querySelector("table.board").parentNode;
+        return box.scrollWidth - box.clientWidth }""")
+    assert hidden <= 1 if width >= 1280 else hidden >= 0
+    form = page.locator("form.filters").bounding_box()
+    assert form["x"] >= 0 and form["x"] + form["width"] <= width
+
+
+def test_a_board_without_scripts_shows_all_cells(visit, browser, pages):
+    page = visit("leaderboard", java_script_enabled=False)
+    assert page.locator("table.board").first.locator("tbody tr:visible").count() == 4
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_board_has_the_colours_of_the_page(visit, scheme):
+    page = visit("leaderboard", color_scheme=scheme)
+    page.locator("table.board thead button").nth(2).click()
+    paint = page.evaluate("""() => [document.body, document.querySelector("[aria-sort] button"),
+        document.querySelector("select"), document.querySelector("input[type=search]")]
+        .map((node) => getComputedStyle(node).color)""")
+    assert len(set(paint)) == 1 and paint[0] == {"light": "rgb(25, 28, 32)", "dark": "rgb(233, 235, 238)"}[scheme]

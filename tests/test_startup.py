@@ -44,8 +44,10 @@ def complete(line: str) -> list[str]:
     [
         "",
         *"run encode replay report serve train-prompts eval bench list doctor demo version data history token".split(),
+        "leaderboard",
         "data check",
         "history unlearn",
+        "leaderboard make",
         "token add",
     ],
 )
@@ -70,7 +72,7 @@ def test_the_version_loads_nothing_heavy(word) -> None:
         ("testtime history rollback h --bef", ["--before"]),
         ("testtime run photos --encoder o", ["offline", "open_clip:"]),
         ("testtime run photos --device c", ["cpu", "cuda"]),
-        ("testtime run photos --preset ", ["released", "paper"]),
+        ("testtime run photos --preset ", ["released", "quick", "paper", "unknown_length"]),
         ("testtime run photos --template imagenet", ["imagenet7", "imagenet80"]),
         ("testtime run -c none.toml --met", ["--method"]),  # the file is not read
         ("testtime run --root data food", ["food101"]),
@@ -95,5 +97,5 @@ def test_completion_knows_every_preset_and_every_benchmark() -> None:
     from testtime.datasets import BENCHMARKS
 
     defined = [preset for name in registry.METHODS.ours for preset in registry.method_class(name).presets]
-    assert options.presets() == defined
+    assert options.presets() == list(dict.fromkeys(defined))
     assert {row.name for row in BENCHMARKS} <= set(options.benchmarks())

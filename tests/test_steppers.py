@@ -31,14 +31,19 @@ from testtime.steppers.gpu import graph
 from testtime.steppers.plain import Plain
 
 METHODS: dict[str, Any] = {
+    "dlae": tt.make_method("dlae", settings={"ageing": 0.02, "doubt_discount": 0.5, "entropy_threshold": 0.3}),
     "dmn": DMN(memory_size=2),
     "dota": DOTA(refresh=3),
+    "dota, one covariance": DOTA(class_memory=0),
     "dpe": DPE(entropy_threshold=0.3),
     "dpe, views reselected": DPE(multi_view_prediction=True, entropy_threshold=0.3, queue=1),
     "dpe, as printed": DPE.paper(),
     "evidence": tt.make_method("evidence"),
     "mcp": tt.make_method("mcp"),
     "mta": tt.make_method("mta"),
+    "oga": tt.make_method("oga"),
+    "oga, pseudo-inverse": tt.make_method("oga", settings={"inverse": "MoorePenrose"}),
+    "onzeta": tt.make_method("onzeta"),
     "tda": TDA(neg_entropy_lower=0.0, neg_entropy_upper=1.0),
     "tps": TPS(),
     "zero": tt.make_method("zero"),

@@ -10,6 +10,7 @@ from typing import Any
 
 from pages import NOTICE, table
 from testtime import registry
+from testtime.methods.base import ASSUMPTIONS
 
 COSTS = Path(__file__).parents[2] / "benchmarks" / "results" / "methods.json"
 
@@ -54,10 +55,11 @@ def page() -> str:
                 "yes" if cls.remembers else "no",
                 cls.gradients,
                 "needed" if cls.needs_tower else "no",
+                ", ".join(cls.assumes) or "nothing",
                 *(cost(measured.get((name, classes)), cls.needs_tower) for classes in (100, 1000)),
             ]
         )
-    head = ["name", "adapts", "remembers", "gradients", "text tower", "ms at C = 100", "ms at C = 1000"]
+    head = ["name", "adapts", "remembers", "gradients", "text tower", "assumes", "ms at C = 100", "ms at C = 1000"]
     lines = [
         "# Methods",
         "",
@@ -66,6 +68,10 @@ def page() -> str:
         "See [choosing a method](choosing.md) for advice.",
         "",
         table(head, rows),
+        "",
+        "What a method assumes, with its default settings: "
+        + "; ".join(f"*{name}*, {meaning}" for name, meaning in ASSUMPTIONS.items())
+        + ".",
         "",
         "Cost: milliseconds per image on stored features, 64 views, 512 features, measured with "
         f"`benchmarks/methods.py` on a shared two-core machine ({conditions}). A star marks methods that ran "

@@ -24,11 +24,11 @@ def empty(like: Tensor, slots: int) -> Bank:
     return Bank(like.new_zeros(classes, slots, dim), like.new_full((classes, slots), torch.inf))
 
 
-def push(bank: Bank, label: Tensor, feature: Tensor, cost: Tensor) -> Bank:
+def push(bank: Bank, label: Tensor, feature: Tensor, cost: Tensor, in_place: bool = False) -> Bank:
     """The bank after offering it one feature (D,) of cost () for class `label` ().
 
     The feature takes a free slot, or replaces the worst of the row if its cost is strictly lower; among equal costs
-    the older comes first. The given bank does not change.
+    the older comes first. The given bank does not change, unless `in_place` overwrites it.
 
     >>> bank = empty(torch.zeros(2, 3), slots=2)
     >>> for cost in (3.0, 1.0, 2.0, 9.0):
@@ -44,7 +44,8 @@ def push(bank: Bank, label: Tensor, feature: Tensor, cost: Tensor) -> Bank:
     # the new feature comes last, so a stable sort puts it after its equals; then the last one drops out
     costs, order = torch.cat([bank.cost[index][0], cost.reshape(1)]).sort(stable=True)
     row = torch.cat([bank.keys[index][0], feature[None]])[order[:slots]]
-    return Bank(bank.keys.index_copy(0, index, row[None]), bank.cost.index_copy(0, index, costs[None, :slots]))
+    put = Tensor.index_copy_ if in_place else Tensor.index_copy
+    return Bank(put(bank.keys, 0, index, row[None]), put(bank.cost, 0, index, costs[None, :slots]))
 
 
 def filled(bank: Bank) -> Tensor:

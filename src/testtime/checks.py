@@ -26,7 +26,7 @@ from testtime.datasets.dataset import Dataset
 from testtime.encoding.encoders import load_encoder
 from testtime.images.reading import read_image
 from testtime.images.views import clean
-from testtime.methods.base import leaves
+from testtime.methods.base import ASSUMPTIONS, batch_of, leaves
 from testtime.session.session import Session
 from testtime.steppers import open_stepper
 from testtime.synthetic import toy
@@ -78,7 +78,9 @@ def pure_steps(method: Method, task: Task, stream: Tensor) -> None:
 def exact_resume(method: Method, task: Task, stream: Tensor) -> None:
     """A session that is saved midway and loaded resumes bit for bit."""
     whole = Session(task, method).scan(stream)
-    half = len(stream) // 2
+    half = len(stream) // 2 // batch_of(method) * batch_of(method)
+    if not half:
+        return  # the stream is a single batch
     with tempfile.TemporaryDirectory() as folder:
         session = Session(task, method)
         first = session.scan(stream[:half])
@@ -91,19 +93,28 @@ def fixed_state(method: Method, task: Task, stream: Tensor) -> None:
     """The state keeps its shapes and types, however long the stream."""
     session = Session(task, method)
     at_first = [(leaf.shape, leaf.dtype) for leaf in leaves(session.state)]
-    for views in stream:
-        session.step(views)
+    for _ in _advances(session, stream):
         now = [(leaf.shape, leaf.dtype) for leaf in leaves(session.state)]
         _expect(now == at_first, f"the state keeps its shapes and types; after {session.count} images: {now}")
 
 
+def _advances(session: Session, stream: Tensor) -> Iterator[Tensor]:
+    """The logits of a session that goes along a stream step by step, or batch by batch: (1, C), or (batch, C)."""
+    if batch_of(session.method) == 1:
+        yield from (session.step(views).logits[None] for views in stream)
+    else:
+        yield from (session.scan(part) for part in stream.split(batch_of(session.method)))
+
+
 def plain_settings(method: Method, task: Task, stream: Tensor) -> None:
-    """Settings survive JSON, and cannot be changed in place."""
+    """Settings survive JSON, and cannot be changed in place; what the method assumes has a known name."""
     text = json.dumps(registry.settings_of(method))
     again = {key: registry.read_setting(type(method), key, value) for key, value in json.loads(text).items()}
     _expect(type(method)(**again) == method, "a method made from its settings as JSON equals itself")
     parameters = getattr(type(method), "__dataclass_params__", None)
     _expect(parameters is not None and parameters.frozen, "a method is a frozen dataclass")
+    unknown = set(getattr(method, "assumes", ())) - set(ASSUMPTIONS)
+    _expect(not unknown, f"`assumes` holds only {', '.join(ASSUMPTIONS)}; it holds {', '.join(map(str, unknown))}")
     _expect(hash(method) == hash(type(method)(**again)), f"settings {list(again)} are hashable")
 
 
@@ -121,7 +132,7 @@ def class_order_irrelevant(method: Method, task: Task, stream: Tensor) -> None:
 def bad_features_refused(method: Method, task: Task, stream: Tensor) -> None:
     """NaN, infinite, zero and wrongly shaped features are refused, and nothing changes."""
     session = Session(task, method)
-    session.scan(stream[:5])
+    session.scan(stream[: max(5, batch_of(method))])
     kept, count = [leaf.clone() for leaf in leaves(session.state)], session.count
     broken = {name: stream[5].clone() for name in ("NaN", "infinity", "zeros")}
     broken["NaN"][0, 0], broken["infinity"][-1, 1], broken["zeros"][0] = torch.nan, torch.inf, 0
@@ -145,10 +156,10 @@ def _refused(what: str, error: type[InputError]) -> Iterator[None]:
 
 
 def scan_is_steps(method: Method, task: Task, stream: Tensor) -> None:
-    """`scan` over a chunk gives what single steps give."""
+    """`scan` over a chunk gives what single steps give, or single batches."""
     together, one = Session(task, method), Session(task, method)
     logits = together.scan(stream)
-    singles = torch.stack([one.step(views).logits for views in stream])
+    singles = torch.cat(list(_advances(one, stream)))
     gap = float((logits - singles).abs().max())
     _expect(gap <= ORDER_TOLERANCE[task.text.dtype], f"scan equals single steps; logits differ by {gap:.1e}")
 

@@ -75,6 +75,13 @@ def confident_mean(views: Tensor, logits: Tensor, fraction: float) -> tuple[Tens
     return views[chosen].mean(0), logits[chosen]
 
 
+def vote(logits: Tensor, fraction: float) -> Tensor:
+    """The mean probability of the confident views: (V, C) -> (C,). DMN's released code, whose entropy has an offset."""
+    prob = logits.softmax(1)
+    doubt = -(prob * (prob + 1e-6).log()).sum(1)
+    return prob[doubt.argsort(stable=True)[: kept(len(logits), fraction)]].mean(0)
+
+
 def affinity(similarity: Tensor, alpha: float, beta: float) -> Tensor:
     """alpha * exp(-beta (1 - similarity)): how much a prototype at that cosine adds to a logit."""
     return alpha * (beta * (similarity - 1)).exp()
@@ -88,7 +95,7 @@ def info_nce(queries: Tensor, keys: Tensor, temperature: float) -> Tensor:
 class Objective(NamedTuple):
     """What the residuals minimise: entropy over the rows, plus the alignment of the two prototype sets."""
 
-    scale: float  # of the text logits
+    scale: float | Tensor  # of the text logits; (C,) if each class has its own
     alpha: float  # of the affinity, already times the scale if requested
     beta: float
     entropy_weight: float
@@ -150,7 +157,10 @@ def slopes(
     """
     t, v = text.direction, visual.direction
     boost = affinity(rows @ v.T, objective.alpha, objective.beta) * seen  # (R, C)
-    p = torch.addmm(boost, rows, t.T, alpha=objective.scale).softmax(1)
+    if isinstance(objective.scale, Tensor):
+        p = torch.addcmul(boost, rows @ t.T, objective.scale).softmax(1)
+    else:
+        p = torch.addmm(boost, rows, t.T, alpha=objective.scale).softmax(1)
     # gradient of the averaged softmax's entropy by each row's logits: rank R in the prototypes
     log_mean = p.mean(0).clamp_min_(torch.finfo(p.dtype).tiny).log_()
     gain = aligned.new_ones(())

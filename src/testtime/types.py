@@ -398,7 +398,10 @@ class Method(Protocol):
         """Logits (C,) and the next state for one image's unit views (V, D); `state` is left as it was."""
 
     def scan(self, task: Task, state: Any, stream: Tensor) -> tuple[Tensor, Any]:
-        """Logits (N, C) and the state after the last of N images (N, V, D)."""
+        """Logits (N, C) and the state after the last of N images (N, V, D).
+
+        As single steps, but a method whose `reads_ahead` is above 1 reads so many images before it answers the first.
+        """
 
     def learned(self, before: Any, after: Any) -> Tensor | bool:
         """Whether the step from `before` to `after` changed what later images will see: () bool.

@@ -14,7 +14,7 @@ import typer
 from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
-from testtime.cli import about, data, doctor, encode, experiments, history, replay, report, run, serve
+from testtime.cli import about, data, doctor, encode, experiments, history, leaderboard, replay, report, run, serve
 from testtime.cli import train_prompts as prompts
 from testtime.cli.options import flag, name_metavars
 from testtime.cli.terminal import err
@@ -46,6 +46,17 @@ class Group(TyperGroup):
 
     def get_params(self, ctx: Any) -> Any:
         return _plain(super().get_params(ctx))
+
+
+class MakeByDefault(Group):
+    """A group whose command 'make' need not be written: any word that is no other command is an argument of it."""
+
+    default = "make"
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
+            args = [self.default, *args]
+        return super().parse_args(ctx, args)
 
 
 class Commands(Group):
@@ -119,6 +130,7 @@ for commands in (run, encode, replay, report, serve, prompts, experiments, docto
     app.add_typer(_readable(commands.app))  # no name: its commands are at the top level
 app.add_typer(_readable(data.app), name="data", cls=Group)
 app.add_typer(_readable(history.app), name="history", cls=Group)
+app.add_typer(_readable(leaderboard.app), name="leaderboard", cls=MakeByDefault)
 app.add_typer(_readable(serve.tokens), name="token", cls=Group)
 
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from testtime.cli import config
 from testtime.cli.options import (
@@ -26,66 +23,35 @@ from testtime.cli.options import (
     encoders,
     experiment_names,
     flag,
-    presets,
 )
-from testtime.cli.terminal import note, out, percent
+from testtime.cli.plans import (
+    Described,
+    Json,
+    Learned,
+    Limit,
+    Out,
+    Protocol,
+    RecipeAugMix,
+    RecipeViews,
+    Seeds,
+    Shard,
+    Track,
+    check_out,
+    numbers_of,
+    plan_of,
+    print_notes,
+    print_table,
+    stopped,
+)
+from testtime.cli.terminal import note, percent
 from testtime.errors import InputError
 from testtime.machine.interrupts import on_interrupt
 
 if TYPE_CHECKING:
-    from testtime.datasets import Dataset
     from testtime.experiments.catalogue import Experiment
     from testtime.experiments.plan import Plan, Plans
-    from testtime.types import Encoder
 
 app = typer.Typer()
-WIDE = 240  # characters per line in a pipe
-TABLES = ("json", "md", "html")
-
-Seeds = Annotated[
-    str | None,
-    typer.Option("--seeds", metavar="N,N,...", help="Comma-separated seeds; by default the protocol's."),
-]
-Track = Annotated[
-    str, typer.Option("--track", metavar="NAME", help="Settings: one-setting for all datasets, or per-dataset.")
-]
-Protocol = Annotated[
-    str,
-    typer.Option(
-        "--protocol",
-        metavar="NAME",
-        help="released or paper: views, templates and DPE as in the code or the paper.",
-        autocompletion=presets,
-    ),
-]
-RecipeViews = Annotated[
-    int | None,
-    typer.Option(
-        "--views", help="Views per image; by default those of the dataset's recipe, or 1 for your own images."
-    ),
-]
-RecipeAugMix = Annotated[bool, flag("--augmix", help="With --views: apply AugMix to the random crops.")]
-Described = Annotated[
-    Path | None,
-    typer.Option(
-        "--descriptions", help="JSON file of class name -> sentences (CuPL), or a folder with one per dataset."
-    ),
-]
-Learned = Annotated[
-    Path | None,
-    typer.Option(
-        "--prompts",
-        metavar="coop:FILE",
-        parser=lambda text: Path(str(text).removeprefix("coop:")),  # coop:FILE as in 'run', or FILE alone
-        help="A learned prompt, for rows that use one; see 'testtime train-prompts'.",
-    ),
-]
-Out = Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="Folder for features, cells and tables.")]
-Limit = Annotated[
-    int | None, typer.Option("--limit", help="Use only this many images, chosen at random but the same for every seed.")
-]
-Json = Annotated[bool, flag("--json", help="Print the rows as JSON on standard output.")]
-Shard = Annotated[int, typer.Option("--shard", help="Images per shard of features; an interrupt loses one at most.")]
 
 
 @app.command(
@@ -136,13 +102,13 @@ def eval_(
     from testtime.files import check_folder, check_place
 
     datasets = [find_dataset(what, root, every=every) for what in data]
-    _check_out(output, "results", data, encoder, descriptions, learned)
-    _print_notes(datasets)
+    check_out(output, "results", data, encoder, descriptions, learned)
+    print_notes(datasets)
     check_folder(output)
     check_place(save_config)
     config.save(context, save_config)
-    with on_interrupt(lambda: _stopped(output)):
-        plan = _plan(
+    with on_interrupt(lambda: stopped(output)):
+        plan = plan_of(
             encoder_of(encoder, device), output, seeds=seeds, track=track, protocol=protocol, views=views,
             augmix=augmix, template=template, descriptions=descriptions, learned=learned, limit=limit, shard=shard,
         )  # fmt: skip
@@ -156,7 +122,7 @@ def eval_(
         spread = "" if row.get("spread") is None else f"{100 * row['spread']:.2f}"
         shown = percent(row["accuracy"]) if "accuracy" in row else "not run"
         lines.append([row["dataset"], row["method"], shown, spread])
-    _print(f"{encoder}, {track}, {plan.protocol}", ["dataset", "method", "accuracy", "spread"], lines, left=2)
+    print_table(f"{encoder}, {track}, {plan.protocol}", ["dataset", "method", "accuracy", "spread"], lines, left=2)
     for row in result["rows"]:
         if "not run" in row:
             note(f"{row['method']} on {row['dataset']}: {row['not run']}")
@@ -219,7 +185,7 @@ def bench(
 
     if name == "list":
         lines = [[key, entry.title, entry.place] for key, entry in EXPERIMENTS.items()]
-        _print("", ["name", "what it shows", "in the paper"], lines, left=3)
+        print_table("", ["name", "what it shows", "in the paper"], lines, left=3)
         return
     from testtime.experiments.run import (
         find_columns,
@@ -245,20 +211,20 @@ def bench(
             augmix=augmix, descriptions=descriptions, learned=learned, limit=limit,
         )  # fmt: skip
 
-    with on_interrupt(lambda: _stopped(output)):
+    with on_interrupt(lambda: stopped(output)):
         if dry_run:
             _dry_run(experiment, data, plans, as_json)
             return
         columns = find_columns(experiment, data)
-        _check_out(
+        check_out(
             output, name, [str(data or ""), *([str(foreign)] if foreign else [])], encoder or "", descriptions, learned
         )
         if all(isinstance(column, str) for column in columns.values()):
             raise InputError(
                 f"None of the {len(columns)} datasets of '{name}' is available. {next(iter(columns.values()))}"
             )
-        _print_notes(column for column in columns.values() if not isinstance(column, str))
-        moments = None if after is None else _numbers(after, "--after")
+        print_notes(column for column in columns.values() if not isinstance(column, str))
+        moments = None if after is None else numbers_of(after, "--after")
         check_folder(output)
         result = run_experiment(name, plans(), columns, rows, moments, foreign)
         write_experiment(output, result, columns, "testtime " + shlex.join(sys.argv[1:]))
@@ -269,7 +235,7 @@ def bench(
         found = measure.sheets(result)
         for sheet in found:
             if not sheet.apart:
-                _print(sheet.title, sheet.header, sheet.rows)
+                print_table(sheet.title, sheet.header, sheet.rows)
         apart = [f"{sheet.title}, so listed only in {name}.md and {name}.html." for sheet in found if sheet.apart]
         for line in [*measure.remarks(result), *apart]:
             note(line)
@@ -291,11 +257,6 @@ def _check_streams(data: Path | None, dry_run: bool, views: int | None, **encodi
             raise InputError(f"--{option}: {data} has its own features and prototypes; leave it out.")
 
 
-def _stopped(output: Path) -> str:
-    """The message after an interrupt."""
-    return f"Interrupted. Finished work is kept in {output}; run the same command again to resume."
-
-
 def _dry_run(experiment: Experiment, data: Path | None, plans: Callable[[], Plans], as_json: bool) -> None:
     from testtime.experiments.cost import cost_lines, estimate, paper_columns
     from testtime.experiments.run import find_columns
@@ -305,57 +266,7 @@ def _dry_run(experiment: Experiment, data: Path | None, plans: Callable[[], Plan
         print(json.dumps([cost._asdict() for cost in costs]))
         return
     header, *lines = cost_lines(costs)
-    _print("Remaining work", header, lines, left=2)
-
-
-def _print_notes(datasets: Iterable[Dataset]) -> None:
-    for line in (line for dataset in datasets for line in dataset.notes):
-        note(f"note: {line}")
-
-
-def _plan(
-    encoder: Encoder,
-    output: Path,
-    *,
-    seeds: str | None,
-    track: str,
-    protocol: str,
-    views: int | None,
-    augmix: bool,
-    descriptions: Path | None,
-    learned: Path | None,
-    limit: int | None,
-    template: list[str] | None = None,
-    shard: int = 256,
-) -> Plan:
-    """The plan that the options describe."""
-    from testtime.experiments import recipes
-    from testtime.experiments.plan import Plan
-    from testtime.text.prompts import find_templates
-    from testtime.types import ViewPlan
-
-    if limit is not None and limit < 1:
-        raise InputError(f"--limit {limit}: at least one image is needed.")
-    if views is not None and views < 1:
-        raise InputError(f"--views {views}: must be 1 or more, since the image itself counts.")
-    if shard < 1:
-        raise InputError(f"--shard {shard}: must be 1 or more.")
-    if augmix and views is None:
-        raise InputError("--augmix needs --views N; without it, the recipe sets both.")
-    return Plan(
-        output,
-        encoder,
-        tuple(_numbers(seeds, "--seeds") if seeds else recipes.seeds_of(protocol)),
-        track,
-        protocol,
-        None if views is None else ViewPlan(views, augmix),
-        find_templates(template) if template else None,
-        descriptions,
-        learned,
-        limit,
-        shard,
-        note,
-    )
+    print_table("Remaining work", header, lines, left=2)
 
 
 def _plans(names: Sequence[str], allow_missing: bool, load: bool, device: str, output: Path, **options: Any) -> Plans:
@@ -367,7 +278,7 @@ def _plans(names: Sequence[str], allow_missing: bool, load: bool, device: str, o
     for name in names:
         try:
             encoder = encoder_of(name, device, allow_missing)
-            plans[encoder.name] = _plan(encoder, output, **options)
+            plans[encoder.name] = plan_of(encoder, output, **options)
             if load and allow_missing:
                 encoder.loaded  # noqa: B018
         except InputError as reason:
@@ -375,37 +286,3 @@ def _plans(names: Sequence[str], allow_missing: bool, load: bool, device: str, o
                 raise
             plans[name] = str(reason)
     return plans
-
-
-def _check_out(
-    output: Path, name: str, data: Sequence[str], encoder: str, descriptions: Path | None, learned: Path | None
-) -> None:
-    """Refuse a folder whose tables would overwrite an input."""
-    from testtime.files.outputs import distinct, read_files
-
-    outputs = {"--out": output} | {f"{name}.{kind} in --out": output / f"{name}.{kind}" for kind in TABLES}
-    for what in data:
-        distinct(outputs, read_files(what, [], encoder, None, descriptions, str(learned) if learned else None))
-
-
-def _numbers(text: str, option: str) -> list[int]:
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise InputError(f"{option} {text}: must be comma-separated whole numbers, such as 1,2,3.") from None
-    return numbers
-
-
-def _print(title: str, header: Sequence[str], lines: Sequence[Sequence[str]], left: int = 1) -> None:
-    """Print a table; in a pipe, as wide as it needs to be."""
-    console = out if out.is_terminal else Console(width=WIDE)
-    if title:  # a table would wrap it to its own width
-        console.print(f"[bold]{escape(title)}[/]", highlight=False)
-    table = Table()
-    if not header[-1] and not any(line[-1] for line in lines):  # no remarks: drop their column
-        header, lines = header[:-1], [line[:-1] for line in lines]
-    for index, column in enumerate(header):
-        table.add_column(escape(column), justify="left" if index < left else "right", no_wrap=index < left)
-    for line in lines:
-        table.add_row(*map(escape, line))
-    console.print(table)

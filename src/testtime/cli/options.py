@@ -64,8 +64,8 @@ def _devices() -> list[str]:
 
 
 def presets() -> list[str]:
-    """The presets of all methods: those of dpe."""
-    return ["released", "paper"]
+    """The presets of all methods."""
+    return ["released", "quick", "paper", "unknown_length"]
 
 
 def _prompt_sets() -> list[str]:

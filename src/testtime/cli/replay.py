@@ -41,7 +41,7 @@ def replay(
     ] = False,
     oracle: Annotated[
         bool,
-        options.flag("--oracle", help="dmn only: choose its fusion weight with the test labels, as published."),
+        options.flag("--oracle", help="dmn and mcp only: choose fusion weights with the test labels, as published."),
     ] = False,
     dtype: Annotated[str, typer.Option("--dtype", metavar="NAME", help="float32 or float64.")] = "float32",
     device: options.Device = "cpu",
@@ -65,6 +65,7 @@ def replay(
     from testtime.experiments import oracle as oracles
     from testtime.files import check_place, write_tensors
     from testtime.files.outputs import distinct, refuse_existing
+    from testtime.methods.base import need_single
     from testtime.session import replay as replays
 
     if oracle and report is not None:
@@ -79,6 +80,8 @@ def replay(
     chosen = replays.recorded_settings(store, method) if recorded else {}
     made = options.method_of(method, preset, settings, chosen)
     guarded = options.guard_of(guard, guard_settings, reject, labelled)
+    if report is not None:
+        need_single([made], "A report")
     if guarded is not None and (oracle or report is not None):
         raise InputError("--guard goes with neither --report nor --oracle here; leave out one.")
     with progress("images", min(len(store), limit or len(store)), quiet=as_json) as advance:
@@ -102,7 +105,7 @@ def replay(
     if output is not None:
         about = {"method": found["method"]} | {
             key: json.dumps(found[key])
-            for key in ("settings", "oracle", "weight", "accuracy_by_weight")
+            for key in ("settings", "batch", "reads_ahead", "oracle", "weight", "accuracy_by_weight")
             if key in found
         }
         write_tensors(output, {"logits": result.logits, "pred": result.predictions, "order": result.order}, about)
@@ -119,6 +122,8 @@ def replay(
         f"{summary['n']} images of {len(store.classnames)} classes, {per_image:.2f} ms each in the method; "
         f"{result.loading:.1f} s of warm-up: loading, compiling, graph capture."
     )
+    if "reads_ahead" in summary:
+        err.print(f"Not one image at a time: {summary['reads_ahead']}.")
     for line in (result.guard if guarded else None, result.late):
         if line is not None:
             err.print(escape(str(line)), highlight=False, soft_wrap=True)

@@ -50,7 +50,7 @@ def serve(
     deadline: Annotated[int, typer.Option("--deadline", help="Milliseconds that an image waits for others.")] = 2,
     decoders: Annotated[int, typer.Option("--decoders", help="Processes that decode images.")] = 2,
     waiting_images: Annotated[
-        int, typer.Option("--waiting", help="Most images accepted and not answered yet; others get 503.")
+        int, typer.Option("--waiting", help="Most images accepted and not answered yet; others get 429.")
     ] = 256,
     image_size: Annotated[int, typer.Option("--image-size", help="Largest image file, in MB.")] = 20,
     streams: Annotated[int, typer.Option("--streams", help="Most streams.")] = 100,

@@ -142,12 +142,21 @@ class Features:
         return torch.cat(parts) if len(parts) != 1 else parts[0]
 
     def chunks(
-        self, order: Sequence[int] | Tensor | None = None, *, size: int = 0, dtype: torch.dtype = torch.float32
+        self,
+        order: Sequence[int] | Tensor | None = None,
+        *,
+        size: int = 0,
+        dtype: torch.dtype = torch.float32,
+        batch: int = 1,
     ) -> Iterator[Tensor]:
-        """The stream as chunks (n, V, D) of at most `size` images, in the given order or as stored."""
+        """The stream as chunks (n, V, D) of at most `size` images, in the given order or as stored.
+
+        All but the last are whole batches, even if one is larger than `size`.
+        """
         order = range(len(self)) if order is None else order
         # by default about 16 MB of float32 at a time
         size = size if size > 0 else max(1, min(1024, 2**22 // (self.views * self.dim)))
+        size = max(batch, size - size % batch)
         for start in range(0, len(order), size):
             indices = torch.as_tensor(order[start : start + size]).tolist()
             if indices == list(range(indices[0], indices[0] + len(indices))):  # consecutive images are read together

@@ -243,13 +243,23 @@ class Lab:
 
     def note(self, name: str, what: Record, seconds: float) -> None:
         """Record how long something took, and on which machine."""
-        note = what | {"seconds": seconds} | provenance()
-        files.write_atomic(self.folder / "timings" / f"{name}.json", json.dumps(note, indent=1) + "\n")
+        note(self.folder, name, what, seconds)
 
     def noted(self, name: str) -> Record | None:
         """How long something took, if that was recorded."""
-        path = self.folder / "timings" / f"{name}.json"
-        return files.parse_json(read_bytes(path), path, kind=dict) if path.exists() else None
+        return noted(self.folder, name)
+
+
+def note(folder: Path, name: str, what: Record, seconds: float) -> None:
+    """Record in a folder of results how long something took, and on which machine."""
+    record = what | {"seconds": seconds} | provenance()
+    files.write_atomic(folder / "timings" / f"{name}.json", json.dumps(record, indent=1) + "\n")
+
+
+def noted(folder: Path, name: str) -> Record | None:
+    """How long something took, if that was recorded."""
+    path = folder / "timings" / f"{name}.json"
+    return files.parse_json(read_bytes(path), path, kind=dict) if path.exists() else None
 
 
 def provenance() -> dict[str, str]:

@@ -1,6 +1,6 @@
 """The stream lab: where online adaptation hurts, with and without the guard.
 
-A cell is one method over all orders of one stream: a JSON file, as in `cells`.
+A cell is one method over all orders of one stream: a JSON file, as in `cells`. What it cost is in `timings`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ import torch
 from testtime import __version__, files, metrics, registry
 from testtime.experiments.catalogue import Row
 from testtime.experiments.cells import REPORT_INTERVAL
-from testtime.experiments.lab import NOT_RUN, Record, fingerprint, read_bytes, slug
+from testtime.experiments.lab import NOT_RUN, Record, fingerprint, note, read_bytes, slug
+from testtime.experiments.oracle import Oracle
 from testtime.experiments.plan import Plan, Work
-from testtime.experiments.scenarios import RECIPE, Images, make_stream
+from testtime.experiments.scenarios import FOREIGN, RECIPE, Images, make_stream
 from testtime.experiments.sources import Source, find_sources
 from testtime.experiments.stream_runs import LOOKS, PROBES, TRIED, WINDOW, run_stream, score, task_of
 from testtime.experiments.stream_tables import remarks as remarks  # these three show the measure
@@ -30,6 +31,7 @@ from testtime.experiments.stream_tables import sheets as sheets
 from testtime.guard import Guard
 from testtime.machine.devices import step_device
 from testtime.machine.threads import workers
+from testtime.methods.base import leaves
 from testtime.session.session import Session
 from testtime.steppers import parallel_steppers
 from testtime.types import InputError, Method, MissingPart, Task
@@ -59,7 +61,7 @@ def run(work: Work) -> Record:
     sources = find_sources(plan, [each for each in datasets if not isinstance(each, str)], work.foreign)
     guard = registry.settings_of(Guard())
     cells = list(_cells(plan, sources, [row for row in work.rows if not row.invalid], guard))
-    results = list(_results(plan, cells))
+    results = [{NOT_RUN: found} if isinstance(found, str) else summary(found) for found in run_cells(plan, cells)]
     rows = [_head(cell) | result for cell, result in zip(cells, results, strict=True)]
     return {
         "bench": work.name,
@@ -115,17 +117,22 @@ def _cells(plan: Plan, sources: Sequence[Source], rows: Sequence[Row], guard: Re
         for kind in source.kinds:
             for row in rows:
                 method = plan.method(row.method, source.entry, row.settings)
-                about = source.about | {"stream": kind, "made": RECIPE, "orders": list(plan.seeds)}
-                about |= {"attacker": [LOOKS, TRIED, PROBES]} if kind.startswith("attacker") else {}
-                about |= {"method": method.name, "settings": registry.settings_of(method)}
-                yield Cell(source, kind, row, False, method, about | {"guard": None})
+                yield cell_of(plan, source, kind, row, method)
                 if getattr(method, "remembers", True):
-                    yield Cell(source, kind, row, True, method, about | {"guard": guard})
+                    yield cell_of(plan, source, kind, row, method, guard)
 
 
-def _results(plan: Plan, cells: Sequence[Cell]) -> Iterator[Record]:
-    """Each cell's scores, summarised; those of earlier runs are read."""
-    paths = [_path(plan.folder, cell) for cell in cells]
+def cell_of(plan: Plan, source: Source, kind: str, row: Row, method: Method, guard: Record | None = None) -> Cell:
+    """The cell of a method on one stream of a source, guarded if the guard's settings are given."""
+    about = source.about | {"stream": kind, "made": RECIPE, "orders": list(plan.seeds)}
+    about |= {"attacker": [LOOKS, TRIED, PROBES]} if kind.startswith("attacker") else {}
+    about |= {"method": method.name, "settings": registry.settings_of(method), "guard": guard}
+    return Cell(source, kind, row, guard is not None, method, about)
+
+
+def run_cells(plan: Plan, cells: Sequence[Cell]) -> Iterator[list[Record] | str]:
+    """The scores of each order of each cell, those of earlier runs are read; or why a cell has none."""
+    paths = [path_of(plan.folder, cell) for cell in cells]
     if todo := sum(not path.exists() for path in paths):
         plan.report(f"{todo} of {len(cells)} cells to run, {len(plan.seeds)} orders each")
     reported, device = time.perf_counter(), step_device(plan.encoder.device)
@@ -138,21 +145,32 @@ def _results(plan: Plan, cells: Sequence[Cell]) -> Iterator[Record]:
             plan.report(f"cell {number} of {len(cells)}: {what}, {orders} of {len(plan.seeds)} orders")
 
     for number, (path, cell) in enumerate(zip(paths, cells, strict=True), start=1):
-        found: list[Record] = []
+        found: list[Ran] = []
         try:
-            for order in _orders(cell, plan.seeds, device) if not path.exists() else ():
+            for order in run_orders(cell, plan.seeds, device) if not path.exists() else ():
                 found.append(order)
                 report(cell, number, len(found))
         except MissingPart as reason:
-            yield {NOT_RUN: str(reason)}
+            yield str(reason)
             continue
         if found:
-            record = cell.about | {"version": __version__, "scores": found}
+            cost = {"images": sum(each.images for each in found), "state_bytes": max(each.state for each in found)}
+            note(plan.folder, path.stem, cost, sum(each.seconds for each in found))  # first: a cell has its cost
+            record = cell.about | {"version": __version__, "scores": [each.scores for each in found]}
             files.write_atomic(path, json.dumps(record, indent=1) + "\n")
-        yield summary(_read(path, len(plan.seeds)))
+        yield _read(path, len(plan.seeds))
 
 
-def _orders(cell: Cell, seeds: Sequence[int], device: torch.device) -> Iterator[Record]:
+class Ran(NamedTuple):
+    """One order that was run: its scores, and what it cost."""
+
+    scores: Record
+    seconds: float  # of the one core that it ran on; on a GPU, by the clock
+    images: int
+    state: int  # bytes
+
+
+def run_orders(cell: Cell, seeds: Sequence[int], device: torch.device) -> Iterator[Ran]:
     """The scores of each order. On a CPU, orders run side by side, one core each.
 
     So a cell's numbers do not depend on the number of cores, nor on which cells were run before.
@@ -162,17 +180,28 @@ def _orders(cell: Cell, seeds: Sequence[int], device: torch.device) -> Iterator[
     return workers(parallel_steppers(task)).map(partial(_order, cell, images, task, idle), seeds)
 
 
-def _order(cell: Cell, images: Images, task: Task, idle: list[Session], seed: int) -> Record:
+def _order(cell: Cell, images: Images, task: Task, idle: list[Session], seed: int) -> Ran:
     """The scores of one order; sessions of the whole task go on from one order to another, loaded and captured."""
     stream = make_stream(cell.kind, images, seed)
     if isinstance(stream, str):
         raise MissingPart(stream)
     mine = task_of(task, stream)
-    session = idle.pop() if idle and mine is task else Session(mine, cell.method, guard=cell.guarded)
+    if idle and mine is task:
+        session = idle.pop()
+    else:
+        session = Session(mine, cell.method, guard=cell.guarded)
+        session.warm_up(1)
+    clock = time.thread_time if task.text.is_cpu else time.perf_counter
+    start = clock()
     answers = run_stream(session, stream)
+    seconds, state = clock() - start, sum(leaf.nbytes for leaf in leaves(session.state))
     if mine is task:
         idle.append(session)
-    return {"seed": seed} | score(task_of(images.task, stream), cell.method, stream, answers)
+    if isinstance(cell.method, Oracle):  # chosen by the labels of the images that are scored
+        told = stream.labels.where(stream.scored, FOREIGN)
+        answers = answers._replace(logits=cell.method.chosen(answers.logits, told)[0])
+    scores = {"seed": seed} | score(task_of(images.task, stream), cell.method, stream, answers)
+    return Ran(scores, seconds, len(stream.rows), state)
 
 
 def summary(scores: Sequence[Record]) -> Record:
@@ -192,7 +221,8 @@ def _head(cell: Cell) -> Record:
     return place | {"method": cell.method.name, "settings": cell.about["settings"]}
 
 
-def _path(folder: Path, cell: Cell) -> Path:
+def path_of(folder: Path, cell: Cell) -> Path:
+    """Where a cell is, or will be."""
     parts = (cell.source.name, cell.kind, cell.method.name, *(["guarded"] if cell.guarded else []))
     return folder / "cells" / f"{'-'.join(map(slug, parts))}-{fingerprint(cell.about)}.json"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from testtime.guard.course import Course
 from testtime.guard.settings import Guard
 from testtime.methods.base import Nested
+from testtime.methods.base import copied as copied
 from testtime.types import Task
 
 DISPUTES = 1024  # recent images whose answers differ, for which a late label is informative
@@ -36,11 +37,6 @@ class Memory(NamedTuple):
     disputes: Tensor  # () int64, images disputed so far
     course: Tensor  # float64, the running numbers
     kept: Nothing | Kept
-
-
-def copied(state: Any) -> Any:
-    """A state whose tensors are copies."""
-    return state.clone() if isinstance(state, Tensor) else type(state)(*map(copied, state))
 
 
 def fresh_memory(guard: Guard, task: Task, state: Nested) -> Memory:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, TypeAlias, get_args, get_origin
 
@@ -11,11 +11,21 @@ import torch
 from torch import Tensor
 
 from testtime.display import line
+from testtime.errors import InputError
 from testtime.registry import kinds
 from testtime.registry import require as require
 from testtime.types import Task
 
 Nested: TypeAlias = "Tensor | Sequence[Nested]"  # a state: tensors in nested NamedTuples; or several states
+
+# what a method may take for granted that a stream does not promise
+ASSUMPTIONS = {
+    "stream length": "how many images will come",
+    "batch": "a batch of images, read before the first of them is answered",
+    "class balance": "that all classes are about equally frequent",
+    "views": "several views of each image",
+    "LLM texts": "class descriptions by a language model, with which its published figures were made",
+}
 
 LARGEST = 2**31  # for integer settings, so that sizes computed from them do not overflow
 
@@ -35,6 +45,7 @@ class Base:
     remembers: ClassVar[bool] = False  # whether later images are affected by earlier ones
     gradients: ClassVar[str] = "none"  # none, closed form, or autograd
     needs_tower: ClassVar[bool] = False  # whether gradients pass through the text tower
+    assumes: ClassVar[tuple[str, ...]] = ()  # of ASSUMPTIONS, with the default settings
 
     def __init_subclass__(cls) -> None:
         if "__repr__" not in vars(cls):
@@ -69,6 +80,11 @@ class Base:
                 plain = isinstance(value, int | float) and not isinstance(value, bool)
                 require(plain and abs(value) <= sys.float_info.max, name, value, "must be a finite number")
 
+    @property
+    def reads_ahead(self) -> int:
+        """How many images are read before the first of them is answered."""
+        return 1
+
     def init(self, task: Task) -> Any:
         """The state before the first image."""
         raise NotImplementedError
@@ -96,11 +112,54 @@ class Base:
         """Requires nothing of the task beyond its prototypes."""
 
 
+def need_single(methods: Iterable[object], what: str) -> None:
+    """Refuse methods that read ahead, where `what` cannot say so beside their answers."""
+    if ahead := max(map(batch_of, methods), default=1) - 1:
+        raise InputError(f"{what} is for methods that answer one image at a time; use batch=1, not {ahead + 1}.")
+
+
+def at_least(least: int, method: object, *names: str) -> None:
+    """Refuse settings that are below `least`."""
+    for name in names:
+        require(getattr(method, name) >= least, name, getattr(method, name), f"must be {least} or more")
+
+
+def check_ranges(method: object, *names: str) -> None:
+    """Refuse a lower bound that exceeds its upper one."""
+    for name in names:
+        lower, upper = getattr(method, f"{name}_lower"), getattr(method, f"{name}_upper")
+        require(lower <= upper, f"{name}_lower", lower, f"must not exceed {name}_upper={upper!r}")
+
+
+def check_adamw(method: Any) -> None:
+    """Refuse settings that AdamW cannot have."""
+    at_least(0, method, "steps", "adamw_weight_decay")
+    require(method.adamw_eps > 0, "adamw_eps", method.adamw_eps, "must be above 0")
+    betas_fit = len(method.adamw_betas) == 2 and all(0 <= beta < 1 for beta in method.adamw_betas)
+    require(betas_fit, "adamw_betas", method.adamw_betas, "must be two numbers in [0, 1)")
+
+
+def batch_of(method: object) -> int:
+    """How many images a method reads before it answers the first of them; 1 unless it says otherwise.
+
+    Above 1 only `scan` runs it, in whole batches; a shorter one ends the stream. What shows its answers says so.
+    """
+    return int(getattr(method, "reads_ahead", 1))
+
+
 def leaves(state: Nested) -> list[Tensor]:
     """The tensors of a state in order, with nested NamedTuples flattened."""
     if isinstance(state, Tensor):
         return [state]
     return [leaf for part in state for leaf in leaves(part)]
+
+
+def copied(state: Any) -> Any:
+    """A deep copy of a state."""
+    if isinstance(state, Tensor):
+        return state.clone()
+    parts = map(copied, state)
+    return tuple(parts) if type(state) is tuple else type(state)(*parts)
 
 
 def differ(before: Nested, after: Nested) -> Tensor:

@@ -49,6 +49,7 @@ class DMN(Base):
         "Zhang, Zhu, Tang, Ma, Zhou and Zhang, Dual Memory Networks: A Versatile Adaptation Approach for "
         "Vision-Language Models, CVPR 2024"
     )
+    assumes: ClassVar[tuple[str, ...]] = ("views", "LLM texts")
     adapts: ClassVar[str] = "visual"
     remembers: ClassVar[bool] = True
 
@@ -80,9 +81,7 @@ class DMN(Base):
 
     def vote(self, task: Task, views: Tensor) -> Tensor:
         """The mean probability of the confident views: (V, D) -> (C,)."""
-        prob = task.zero_shot(views).softmax(1)
-        entropy = -(prob * (prob + 1e-6).log()).sum(1)  # as released
-        return prob[entropy.argsort(stable=True)[: ops.kept(len(views), self.selection)]].mean(0)
+        return ops.vote(task.zero_shot(views), self.selection)
 
     def remember(self, task: Task, state: State, views: Tensor) -> State:
         """The memory after one image (V, D): it keeps the clean view, under the label that views vote for."""

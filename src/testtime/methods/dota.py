@@ -1,48 +1,48 @@
 """DOTA: distributional test-time adaptation.
 
-Han et al., "DOTA: Distributional Test-Time Adaptation of Vision-Language Models", 2024 (arXiv 2409.19375).
+Han et al., "DOTA: Distributional Test-Time Adaptation of Vision-Language Models", NeurIPS 2025 (arXiv 2409.19375).
 
 Instead of keeping some of the images it has seen, DOTA keeps their distribution: a mean for each class and a
 covariance, estimated along the stream with the zero-shot probabilities as soft labels. Bayes' rule turns them
 into a classifier in closed form, which joins the zero-shot logits with a weight that grows as images pass.
 
-The paper's equations were not available. This follows a public copy of the released code: soft labels,
-one pseudo-image of variance `sigma` per class to start from, each confident view a sample, one Lambda for all
-classes, the inverse of (1 - epsilon) Sigma + epsilon I with Sigma the classes' mean covariance, logits
-x' Lambda mu - mu' Lambda mu / 2, and their weight min(rho * mean count / views used, eta); an image is predicted,
-then learned. The defaults of eta, rho, sigma and epsilon are those of a public re-run (TTABC), one set for all
-datasets; the authors' own are per dataset.
+This follows the released code (skylineeeeen/DOTA bc67d44), with its settings for DTD as the defaults: each confident
+view is a sample; means start at 0.001 in every coordinate; deviations are from the mean before the image; one Lambda
+for all classes, from the plain mean of their covariances; an image is predicted, then learned.
 
-Our reading:
-- The one covariance is the classes' mean weighted by their counts, the pooled covariance of discriminant analysis, so
-  the state holds (D, D) and not (C, D, D), a gigabyte at 1000 classes; with equal counts the two means agree.
-- Deviations are from the present means. The released update takes each image's from the mean before it.
-- The classifier is recomputed every `refresh` images (released: every image), and reused in between.
-- Statistics are in double precision for any input: a soft label of 1e-6 would vanish in a float32 count.
+Departures:
+- The mean over classes weighs each class's past by its own count, and all counts move with every image. So no sum over
+  classes can be carried along in its place: the release keeps a (D, D) covariance per class, a gigabyte at 1000 classes
+  of 512 features. We keep them up to `class_memory` MiB. Above that, one mean covariance is carried along, exact if the
+  covariances of the classes agree, and updated by the `TOP` classes that receive most of the image.
+- Means and counts are in double precision for any input: a soft label of 1e-6 would vanish in a float32 count.
+- Selection keeps at least one view, where the released code keeps none of fewer than ten.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from testtime import ops
-from testtime.methods.base import Base, require
+from testtime.methods.base import Base, at_least, require
 from testtime.types import Task
 
 FAINT = 1e-3  # every coordinate of the initial means with `start="faint"`, as released
+TOP = 64  # classes that update a covariance which all share
 
 
 class State(NamedTuple):
     mean: Tensor  # (C, D) float64, of each class's features and its starting mean
     counts: Tensor  # (C,) float64, soft labels so far; the starting mean counts for one
-    moment: Tensor  # (D, D) float64, sum of x x' over all features so far
+    covariance: Tensor  # (C, D, D), of each class; or (1, D, D), their mean
     images: Tensor  # () int64
-    weight: Tensor  # (C, D), of the current classifier
-    bias: Tensor  # (C,)
+    factor: Tensor  # (D, D) float64, upper Cholesky factor U of the covariance U' U that Lambda inverts
+    white: Tensor  # (C, D) float64, the means divided by U
+    bias: Tensor  # (C,) float64, half the squared length of each
 
 
 @dataclass(frozen=True)
@@ -60,39 +60,54 @@ class DOTA(Base):
     name: ClassVar[str] = "dota"
     summary: ClassVar[str] = "Distributional adaptation: Gaussians estimated along the stream, and Bayes' rule"
     source: ClassVar[str] = (
-        "Han et al., DOTA: Distributional Test-Time Adaptation of Vision-Language Models, 2024 (arXiv 2409.19375)"
+        "Han et al., DOTA: Distributional Test-Time Adaptation of Vision-Language Models, NeurIPS 2025 "
+        "(arXiv 2409.19375); released code skylineeeeen/DOTA bc67d44"
     )
     adapts: ClassVar[str] = "visual"
     remembers: ClassVar[bool] = True
+    presets: ClassVar[tuple[str, ...]] = ("released", "quick")
 
     eta: float = 0.3  # the largest weight of the Gaussian classifier
     rho: float = 0.02  # how fast that weight grows with the images seen per class
     sigma: float = 2e-3  # variance to start from; 1/512 is that of a unit feature in 512 dimensions
     epsilon: float = 1e-4  # share of the identity in the covariance, which gives it full rank
     start: Literal["faint", "text"] = "faint"  # initial means: close to zero (released), or the prompts'
-    # A classifier costs D^3 + C D^2, an image C D + D^2; at 16 it is at most 15 images old. 1 is exact.
-    refresh: int = 16
+    # A classifier costs D^3 / 3 + C D^2 products, an image C D + D^2. 1 is exact, as released.
+    refresh: int = 1
+    class_memory: int = 64  # MiB for a covariance per class, as released: 64 classes of 512 float32 features
     selection: float = 0.1  # fraction of the views that count as confident
+
+    @classmethod
+    def released(cls, **settings: Any) -> DOTA:
+        """DOTA as the authors' code has it, with its settings for DTD."""
+        return cls(**settings)
+
+    @classmethod
+    def quick(cls, **settings: Any) -> DOTA:
+        """Ours: one covariance for all classes, and a classifier that is up to 15 images old."""
+        return replace(cls(refresh=16, class_memory=0), **settings)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("eta", "rho", "sigma"):
-            require(getattr(self, name) >= 0, name, getattr(self, name), "must be 0 or more")
+        at_least(0, self, "eta", "rho", "class_memory")
+        require(self.sigma > 0, "sigma", self.sigma, "must be above 0")
         # below, rounding errors of the features would dominate the inverse
         require(1e-6 <= self.epsilon <= 1, "epsilon", self.epsilon, "must lie in [1e-6, 1]")
         require(self.refresh >= 1, "refresh", self.refresh, "must be 1 or more")
         require(0 < self.selection <= 1, "selection", self.selection, "must lie in (0, 1]")
 
     def init(self, task: Task) -> State:
-        mean = self._start(task)
-        count = mean.new_ones(task.classes)
-        moment = mean.new_zeros(task.dim, task.dim)
+        mean = task.text.double() if self.start == "text" else torch.full_like(task.text, FAINT, dtype=torch.float64)
+        own = task.classes * task.dim**2 * task.text.element_size() <= self.class_memory * 2**20
+        identity = torch.eye(task.dim, dtype=torch.float64, device=mean.device)
+        covariance = (self.sigma * identity).to(task.text).repeat(task.classes if own else 1, 1, 1)
         no_images = torch.zeros((), dtype=torch.int64, device=mean.device)
-        return State(mean, count, moment, no_images, *self.classifier(task, mean, count, moment))
+        classifier = self.classifier(mean, self.sigma**0.5 * identity)  # not shrunk by epsilon, as released
+        return State(mean.clone(), mean.new_ones(task.classes), covariance, no_images, *classifier)
 
     def step(self, task: Task, state: State, views: Tensor) -> tuple[Tensor, State]:
         due = (state.images + 1) % self.refresh == 0
-        return self._step(task, state, views, bool(due) if due.is_cpu else due)
+        return self._step(task, state, views, self.refresh == 1 or (bool(due) if due.is_cpu else due))
 
     def scan(self, task: Task, state: State, stream: Tensor) -> tuple[Tensor, State]:
         """As `step`, image by image; the number of images is read from the device only once."""
@@ -105,49 +120,60 @@ class DOTA(Base):
         # 1. the confident views, and their zero-shot logits
         view_logits = task.zero_shot(views)  # (V, C)
         chosen = ops.confident(view_logits, self.selection)
-        rows, frozen = views[chosen], view_logits[chosen]  # (R, D), (R, C)
+        rows, frozen = views[chosen].double(), view_logits[chosen]  # (R, D), (R, C)
 
         # 2. predict: Bayes' rule beside the zero-shot logits
-        gaussian = state.weight @ rows.mean(0) - state.bias  # (C,)
+        feature = torch.linalg.solve_triangular(state.factor.mT, rows.mean(0)[:, None], upper=False)  # (D, 1)
+        gaussian = (state.white @ feature)[:, 0] - state.bias  # (C,)
         trust = (self.rho * state.counts.mean() / len(rows)).clamp_max(self.eta)
-        logits = frozen.mean(0) + trust.to(gaussian) * gaussian
+        logits = frozen.mean(0) + (trust * gaussian).to(frozen)
 
         # 3. learn: every view belongs to each class as much as it is likely to be of it
-        label, rows = frozen.double().softmax(1), rows.double()
+        label = frozen.double().softmax(1)
         received = label.sum(0)  # (C,)
-        count = state.counts + received
-        mean = state.mean + (label.T @ rows - received[:, None] * state.mean) / count[:, None]
-        moment = torch.addmm(state.moment, rows.T, rows)
-        return logits, State(
-            mean, count, moment, state.images + 1, *self._refreshed(task, state, mean, count, moment, due)
-        )
+        counts = state.counts + received
+        covariance = self._widened(state, rows, label, counts)
+        mean = (state.mean * (state.counts / counts)[:, None]).addmm_((label / counts).T, rows)
+        classifier = self._refreshed(state, mean, covariance, due)
+        return logits, State(mean, counts, covariance, state.images + 1, *classifier)
+
+    @staticmethod
+    def _widened(state: State, rows: Tensor, label: Tensor, counts: Tensor) -> Tensor:
+        """The covariances after rows (R, D) with labels (R, C): deviations are from the means before them."""
+        each = (label / counts).T  # (C, R), weights of the rows in each class
+        kept = state.covariance
+        if len(kept) == len(counts):
+            deviation = (rows - state.mean[:, None]).to(kept)  # (C, R, D)
+            kept = kept * (state.counts / counts).to(kept)[:, None, None]
+            return kept.baddbmm_((deviation * each[:, :, None].to(kept)).mT, deviation)
+        share, top = each.sum(1).topk(min(TOP, len(each)))
+        deviation = (rows - state.mean[top][:, None]).flatten(0, 1)  # (TOP * R, D)
+        added = (deviation * each[top].reshape(-1, 1)).T @ deviation
+        classes = len(counts)
+        return ((1 - share.sum() / classes) * kept + added / classes).to(kept)
 
     def _refreshed(
-        self, task: Task, state: State, mean: Tensor, count: Tensor, moment: Tensor, due: bool | Tensor
-    ) -> tuple[Tensor, Tensor]:
+        self, state: State, mean: Tensor, covariance: Tensor, due: bool | Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """The classifier, recomputed if it is `due`."""
-        if isinstance(due, Tensor):
-            # always computed: reading `due` would stall the GPU and abort a capture
-            weight, bias = self.classifier(task, mean, count, moment)
-            return torch.where(due, weight, state.weight), torch.where(due, bias, state.bias)
-        return self.classifier(task, mean, count, moment) if due else (state.weight, state.bias)
-
-    def covariance(self, task: Task, mean: Tensor, count: Tensor, moment: Tensor) -> Tensor:
-        """The pooled covariance within classes (D, D), each with its one pseudo-image of variance `sigma`."""
-        start = self._start(task)
-        # scatter of all samples about zero, minus that of their means: the soft labels of a sample sum to one
-        scatter = torch.addmm(moment, start.T, start).addmm_(mean.T * count, mean, alpha=-1)
-        scatter.diagonal().add_(task.classes * self.sigma)
-        return scatter / count.sum()
-
-    def classifier(self, task: Task, mean: Tensor, count: Tensor, moment: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights (C, D) and biases (C,) of the Gaussian logits `weight @ x - bias`."""
-        shrunk = (1 - self.epsilon) * self.covariance(task, mean, count, moment)
+        old = state.factor, state.white, state.bias
+        if isinstance(due, bool) and not due:
+            return old
+        shrunk = (1 - self.epsilon) * covariance.mean(0).double()
         shrunk.diagonal().add_(self.epsilon)
-        factor = torch.linalg.cholesky_ex(shrunk).L  # not the inverse itself, which costs more and is less accurate
-        weight = torch.cholesky_solve(mean.T, factor).T
-        return weight.to(task.text), ((weight * mean).sum(1) / 2).to(task.text)
+        new = self.classifier(mean, torch.linalg.cholesky_ex(shrunk).L.mT.contiguous())
+        if isinstance(due, bool):
+            return new
+        # always computed: reading `due` would stall the GPU and abort a capture
+        factor, white, bias = (torch.where(due, *pair) for pair in zip(new, old, strict=True))
+        return factor, white, bias
 
-    def _start(self, task: Task) -> Tensor:
-        text = task.text.double()
-        return text.clone() if self.start == "text" else torch.full_like(text, FAINT)
+    @staticmethod
+    def classifier(mean: Tensor, factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What gives the logits x' Lambda mu - mu' Lambda mu / 2, for Lambda the inverse of factor' factor.
+
+        Not the inverse itself, which costs more and is less accurate: `factor`, the means divided by it (C, D), and
+        half of their squared lengths (C,).
+        """
+        white = torch.linalg.solve_triangular(factor.mT, mean.mT, upper=False).mT.contiguous()
+        return factor, white, white.norm(dim=1).square() / 2

@@ -26,7 +26,8 @@ from torch import Tensor
 
 from testtime import bank as banks
 from testtime import ops
-from testtime.methods.base import Base, differ, require
+from testtime.methods.base import differ, require
+from testtime.methods.evolving import Evolving, over_bits
 from testtime.types import Task
 
 
@@ -69,7 +70,7 @@ DIFFERENCES = (
 
 
 @dataclass(frozen=True)
-class DPE(Base):
+class DPE(Evolving):
     """Dual prototype evolving; the defaults are the released ImageNet settings.
 
     A part is switched off by its own setting: visual evolution `queue=0`, text evolution `text_update="none"`,
@@ -90,29 +91,13 @@ class DPE(Base):
         "Zhang, Stepputtis, Sycara and Xie, Dual Prototype Evolving for Test-Time Generalization of "
         "Vision-Language Models, NeurIPS 2024"
     )
+    assumes: ClassVar[tuple[str, ...]] = ("LLM texts",)
     adapts: ClassVar[str] = "both"
     remembers: ClassVar[bool] = True
     gradients: ClassVar[str] = "closed form"
     presets: ClassVar[tuple[str, ...]] = ("released", "paper")
 
-    alpha: float = 6.0  # weight of the visual prototypes in the logits
-    beta: float = 5.0  # how sharply that weight falls with distance
-    queue: int = 3  # M, features kept per class
-    align_weight: float = 0.5  # lambda, weight of the alignment loss
-    align_temperature: float = 0.01
-    entropy_weight: float = 1.0  # weight of the entropy loss
-    lr_text: float = 6e-4  # about the size of one coordinate's change: AdamW's first step is nearly a sign
-    lr_image: float = 6e-4
-    steps: int = 1  # residual updates per image
-    entropy_threshold: float = 0.1  # tau, below which an image teaches the text prototypes
-    selection: float = 0.1  # fraction of the views that count as confident
-    multi_view_prediction: bool = False  # predict from reselected views (released: ImageNet-A only)
-    text_update: Literal["none", "full", "exponential", "cumulative"] = "cumulative"
-    text_decay: float = 0.99  # of the exponential average
-    adamw_eps: float = 1e-3
-    adamw_betas: tuple[float, float] = (0.9, 0.999)
-    adamw_weight_decay: float = 0.1
-    adam_state: Literal["exact", "fp16"] = "exact"  # fp16: as shipped, its second moment underflows
+    lr_image: float = 6e-4  # of the visual prototypes' residuals; `lr_text` is that of the text's
 
     scale_affinity: bool = False
     view_average: Literal["logits", "probabilities"] = "logits"
@@ -127,7 +112,6 @@ class DPE(Base):
     gate_keeps: Literal["below", "above"] = "below"
     entropy_unit: Literal["log2", "ln"] = "log2"
     renormalise_text: bool = False
-    prompt_count: int = 1
     empty_queue: Literal["zero", "text"] = "zero"
 
     @classmethod
@@ -143,24 +127,7 @@ class DPE(Base):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in (
-            "alpha",
-            "beta",
-            "align_weight",
-            "entropy_weight",
-            "lr_text",
-            "lr_image",
-            "entropy_threshold",
-        ):
-            require(getattr(self, name) >= 0, name, getattr(self, name), "must be 0 or more")
-        for name in ("queue", "steps", "prompt_count", "adamw_weight_decay"):
-            require(getattr(self, name) >= 0, name, getattr(self, name), "must be 0 or more")
-        require(self.align_temperature > 0, "align_temperature", self.align_temperature, "must be above 0")
-        require(self.adamw_eps > 0, "adamw_eps", self.adamw_eps, "must be above 0")
-        betas_fit = len(self.adamw_betas) == 2 and all(0 <= beta < 1 for beta in self.adamw_betas)
-        require(betas_fit, "adamw_betas", self.adamw_betas, "must be two numbers in [0, 1)")
-        require(0 < self.selection <= 1, "selection", self.selection, "must lie in (0, 1]")
-        require(0 <= self.text_decay <= 1, "text_decay", self.text_decay, "must lie in [0, 1]")
+        require(self.lr_image >= 0, "lr_image", self.lr_image, "must be 0 or more")
         require(
             not (self.align_classes == "all" and self.empty_queue == "zero" and self.align_weight > 0),
             "align_classes",
@@ -169,8 +136,7 @@ class DPE(Base):
         )
 
     def init(self, task: Task) -> State:
-        updates = torch.zeros((), dtype=torch.int64, device=task.text.device)
-        return State(task.text.clone(), updates, banks.empty(task.text, self.queue), torch.zeros_like(task.text))
+        return State(*self._start(task))
 
     def step(self, task: Task, state: State, views: Tensor) -> tuple[Tensor, State]:
         # 1. which queue the image belongs to, and how confidently
@@ -191,15 +157,8 @@ class DPE(Base):
             visual, seen = torch.where(seen[:, None] > 0, visual, text.direction), torch.ones_like(seen)
         if self.align_classes == "all":
             aligned = seen
-        objective = ops.Objective(
-            task.scale,
-            self.alpha * (task.scale if self.scale_affinity else 1.0),
-            self.beta,
-            self.entropy_weight,
-            self.align_weight if self.queue else 0.0,  # without queues there is nothing to align with
-            self.align_temperature,
-            self.align_both,
-        )
+        alpha = self.alpha * (task.scale if self.scale_affinity else 1.0)
+        objective = self._objective(task.scale, alpha, self.align_both)
 
         # 3. prototype residual learning (L_aug + lambda L_align)
         if self.view_choice == "prototypes":
@@ -209,7 +168,10 @@ class DPE(Base):
         rows = views[chosen]
         if self.view_average == "logits":
             rows = rows.mean(0, keepdim=True)  # the mean logit is the logit of the mean: not renormalised
-        adapted_text, adapted_visual = self._learn(rows, state.text, text, visual, seen, aligned, objective)
+        adams = self._adam(self.lr_text), self._adam(self.lr_image)
+        adapted_text, adapted_visual = ops.learn(
+            rows, state.text, text, visual, seen, aligned, objective, adams, self.steps
+        )
 
         # 4. prototype-based inference with both sets
         rows = views[:1]
@@ -231,8 +193,7 @@ class DPE(Base):
         return differ((before.updates, before.queue.cost), (after.updates, after.queue.cost))
 
     def _normalised(self, entropy: Tensor, classes: int) -> Tensor:
-        # released code: nats divided by bits, so this runs to ln 2 and not to 1
-        return entropy / (math.log2(classes) if self.entropy_unit == "log2" else math.log(classes))
+        return over_bits(entropy, classes) if self.entropy_unit == "log2" else entropy / math.log(classes)
 
     def _queue_entry(self, views: Tensor, logits: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The feature (D,) to queue, its pseudo-label () and its normalised entropy ()."""
@@ -249,32 +210,11 @@ class DPE(Base):
             return queue, state.visual
         return queue, state.visual.index_copy(0, label.reshape(1), banks.row_mean(queue, label)[None])
 
-    def _learn(
-        self,
-        rows: Tensor,
-        text: Tensor,
-        at_text: ops.Prototypes,
-        visual: Tensor,
-        seen: Tensor,
-        aligned: Tensor,
-        objective: ops.Objective,
-    ) -> tuple[Tensor, Tensor]:
-        """Unit text and visual prototypes (C, D) after `steps` updates of residuals that start at zero."""
-        adam = ops.AdamW(0.0, self.adamw_eps, self.adamw_betas, self.adamw_weight_decay, self.adam_state)
-        adams = adam._replace(lr=self.lr_text), adam._replace(lr=self.lr_image)
-        return ops.learn(rows, text, at_text, visual, seen, aligned, objective, adams, self.steps)
-
     def _evolve(self, state: State, adapted: Tensor, accepted: Tensor) -> tuple[Tensor, Tensor]:
         """The text prototypes and the count of updates, where `accepted` () says so."""
-        if self.text_update == "none" or (accepted.is_cpu and not accepted):
-            return state.text, state.updates
-        if self.text_update == "full":
-            share = torch.ones_like(state.text[0, 0])
-        elif self.text_update == "exponential":
-            share = torch.full_like(state.text[0, 0], 1 - self.text_decay)
-        else:
-            share = 1 / (state.updates + self.prompt_count + 1).to(adapted.dtype)
-        evolved = torch.lerp(state.text, adapted, share * accepted)
+        evolved, updates = self._average(state.text, state.updates, adapted, accepted)
+        if evolved is state.text:
+            return evolved, updates
         if self.renormalise_text:
             evolved = torch.where(accepted, ops.unit(evolved), evolved)
-        return evolved, state.updates + accepted
+        return evolved, updates

@@ -55,6 +55,7 @@ class MTA(Base):
         "Zanella and Ben Ayed, On the Test-Time Zero-Shot Generalization of Vision-Language Models: Do We "
         "Really Need Prompt Learning?, CVPR 2024"
     )
+    assumes: ClassVar[tuple[str, ...]] = ("views",)
     adapts: ClassVar[str] = "visual"
 
     lambda_y: float = 0.2  # weight of the entropy barrier: higher makes inlierness more even

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from testtime import bank as banks
 from testtime import ops
-from testtime.methods.base import Base, differ, require
+from testtime.methods.base import Base, check_ranges, differ, require
 from testtime.types import Task
 
 
@@ -68,9 +68,7 @@ class TDA(Base):
         super().__post_init__()
         for name in ("pos_alpha", "pos_beta", "pos_capacity", "neg_alpha", "neg_beta", "neg_capacity"):
             require(getattr(self, name) >= 0, name, getattr(self, name), "must be 0 or more")
-        for name in ("neg_entropy", "neg_mask"):
-            lower, upper = getattr(self, f"{name}_lower"), getattr(self, f"{name}_upper")
-            require(lower <= upper, f"{name}_lower", lower, f"must not exceed {name}_upper={upper!r}")
+        check_ranges(self, "neg_entropy", "neg_mask")
         require(0 < self.selection <= 1, "selection", self.selection, "must lie in (0, 1]")
 
     def init(self, task: Task) -> State:

@@ -55,6 +55,7 @@ class TPS(Tuning):
         "Sui, Wang and Yeung-Levy, Just Shift It: Test-Time Prototype Shifting for Zero-Shot Generalization "
         "with Vision-Language Models, WACV 2025"
     )
+    assumes: ClassVar[tuple[str, ...]] = ("views", "LLM texts")
     adapts: ClassVar[str] = "text"
     gradients: ClassVar[str] = "closed form"
 

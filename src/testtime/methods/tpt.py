@@ -58,6 +58,7 @@ class TPT(Tuning):
         "Shu, Nie, Huang, Yu, Goldstein, Anandkumar and Xiao, Test-Time Prompt Tuning for Zero-Shot Generalization "
         "in Vision-Language Models, NeurIPS 2022"
     )
+    assumes: ClassVar[tuple[str, ...]] = ("views",)
     adapts: ClassVar[str] = "text"
     gradients: ClassVar[str] = "autograd"
     needs_tower: ClassVar[bool] = True

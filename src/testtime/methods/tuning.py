@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from testtime import ops
-from testtime.methods.base import Base, require
+from testtime.methods.base import Base, at_least, check_adamw, require
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,8 @@ class Tuning(Base):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("lr", "steps", "adamw_weight_decay"):
-            require(getattr(self, name) >= 0, name, getattr(self, name), "must be 0 or more")
-        require(self.adamw_eps > 0, "adamw_eps", self.adamw_eps, "must be above 0")
-        betas_fit = len(self.adamw_betas) == 2 and all(0 <= beta < 1 for beta in self.adamw_betas)
-        require(betas_fit, "adamw_betas", self.adamw_betas, "must be two numbers in [0, 1)")
+        at_least(0, self, "lr")
+        check_adamw(self)
         require(0 < self.selection <= 1, "selection", self.selection, "must lie in (0, 1]")
 
     @property

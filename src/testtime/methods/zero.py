@@ -67,6 +67,7 @@ class ZERO(Base):
         "Farina, Franchi, Iacca, Mancini and Ricci, Frustratingly Easy Test-Time Adaptation of "
         "Vision-Language Models, NeurIPS 2024"
     )
+    assumes: ClassVar[tuple[str, ...]] = ("views",)
 
     gamma: float = 0.3  # fraction of the views that vote
     # A number makes votes soft: softmax of the cosines over it. Under half-precision autocast the released

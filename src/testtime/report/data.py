@@ -181,6 +181,48 @@ class Table:
                 raise InputError(f"'{self.title}': a row of {len(row)} cells under a head of {len(self.head)}.")
 
 
+class Value(NamedTuple):
+    """A cell of a board: what it shows, what it is sorted by (None comes last), and a line below it."""
+
+    shown: str
+    order: float | None
+    below: str = ""
+
+
+class Ranked(NamedTuple):
+    """A row of a board: its name, a line below it, what it assumes, and a value for each column."""
+
+    name: str
+    note: str
+    assumes: Sequence[str]
+    values: Sequence[Value]
+
+
+@dataclass(frozen=True)
+class Board:
+    """Tables with the same columns and choices of cells, that a reader sorts and filters.
+
+    `tables` have a title, a line below it, and rows for each of the `choices`, the first of which is shown at first.
+    """
+
+    columns: Mapping[str, str]  # what each means, by its heading
+    choices: Sequence[str]
+    tables: Sequence[tuple[str, str, Sequence[Sequence[Ranked]]]]
+
+    def __post_init__(self) -> None:
+        for title, _, bodies in self.tables:
+            if len(bodies) != len(self.choices):
+                raise InputError(f"'{title}': {len(bodies)} groups of rows for {len(self.choices)} choices of cells.")
+            wrong = [row.name for body in bodies for row in body if len(row.values) != len(self.columns)]
+            if wrong:
+                raise InputError(f"'{title}': {wrong[0]} needs a value for each of {len(self.columns)} columns.")
+
+    @property
+    def assumed(self) -> list[str]:
+        """Everything that a row assumes, sorted."""
+        return sorted({each for _, _, bodies in self.tables for body in bodies for row in body for each in row.assumes})
+
+
 class _Page:
     """What the reports share: one line of text, and in a notebook their page, in a frame of its own."""
 
@@ -262,7 +304,8 @@ class TablesReport(_Page):
     text: str = ""
     grids: Sequence[Grid] = ()
     series: Sequence[Series] = ()
-    gaps: Gaps | None = None  # above the tables
+    board: Board | None = None  # above the tables
+    gaps: Gaps | None = None  # likewise
     queues: QueueMap | None = None
     classnames: Sequence[str] = ()
     labels: Sequence[int] = ()  # of the images in the queues, which are numbered from 0

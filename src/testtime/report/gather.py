@@ -19,6 +19,7 @@ from torch import Tensor
 from testtime import registry
 from testtime.calibration import Calibration
 from testtime.encoding.store import Features
+from testtime.methods.base import need_single
 from testtime.metrics import Accuracy, Brier, accuracy
 from testtime.ops import unit, unit_views
 from testtime.report import changed_answers, thumbnails, unlabelled
@@ -107,6 +108,7 @@ def stream_report(
     >>> [f"{curve.name} {curve.accuracy:.2f}" for curve in report.curves]
     ['zeroshot 0.72', 'dpe 0.78']
     """
+    need_single(methods, "A report")
     rows = _rows(stream, order)
     if labels is not None and len(labels) != len(stream):
         raise InputError(f"{len(labels)} labels for a stream of {len(stream)} images.")

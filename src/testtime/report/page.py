@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from testtime.report import sweep_charts
+from testtime.report.board import board
 from testtime.report.changed_answers import changed_answers, wrong_answers
 from testtime.report.chart import slots_of, styles_of
 from testtime.report.class_changes import class_table
@@ -43,7 +44,9 @@ def html(sections: Sequence[Section], conditions: Mapping[str, str], title: str)
         parts.append(f"<section><h2>About this page</h2>{_conditions(conditions)}</section>")
     style = "".join(map(asset, ("tokens.css", "chart.css", "page.css", "parts.css")))
     style += "".join(styles(section.thumbnails, number) for number, section in numbered)
-    script = asset("hover.js") + asset("maps.js")
+    ranked = any(isinstance(section, TablesReport) and section.board for section in sections)
+    style += asset("board.css") if ranked else ""
+    script = asset("hover.js") + asset("maps.js") + (asset("board.js") if ranked else "")
     return asset("page.html").format(title=safe(title), style=style, body="\n".join(parts), script=script)
 
 
@@ -73,7 +76,7 @@ def _section(report: Section, slots: Mapping[str, int], number: int) -> str:
         parts += [*unlabelled_parts(report, slots, number), queue_map(report, number)]
     elif isinstance(report, TablesReport):
         beside, apart = ([each for each in report.tables if each.apart == kind] for kind in (False, True))
-        parts.append(gap_chart(report.gaps, slots))
+        parts += [board(report.board), gap_chart(report.gaps, slots)]
         parts += [f"<h3>{safe(each.title)}</h3>{scrolling(table(each.head, each.rows))}" for each in beside]
         parts += [queue_map(report, number), *_figures(report, slots)]
         parts += [_notes(report.notes), *(as_table(each.head, each.rows, each.title) for each in apart)]

@@ -13,6 +13,7 @@ from torch import Tensor
 from testtime import registry
 from testtime.encoding.store import Features
 from testtime.guard import Guard
+from testtime.methods.base import batch_of
 from testtime.metrics import accuracy
 from testtime.session.journal import GuardTally, LateLabels
 from testtime.session.order import shuffled
@@ -39,16 +40,25 @@ class Replay:
 
     def summary(self) -> dict[str, Any]:
         """The run in plain data; accuracies are fractions, None without labels."""
-        return {
-            "method": self.session.method.name,
-            "n": len(self.predictions),
-            "accuracy": None if self.labels is None else accuracy(self.predictions, self.labels),
-            "zero_shot_accuracy": None if self.labels is None else accuracy(self.zero_shot, self.labels),
-            "changed": int((self.predictions != self.zero_shot).sum()),
-            "seconds": self.seconds,
-            "loading_seconds": self.loading,
-            "settings": registry.settings_of(self.session.method),
-        } | self._guard_summary()
+        return (
+            {
+                "method": self.session.method.name,
+                "n": len(self.predictions),
+                "accuracy": None if self.labels is None else accuracy(self.predictions, self.labels),
+                "zero_shot_accuracy": None if self.labels is None else accuracy(self.zero_shot, self.labels),
+                "changed": int((self.predictions != self.zero_shot).sum()),
+                "seconds": self.seconds,
+                "loading_seconds": self.loading,
+                "settings": registry.settings_of(self.session.method),
+            }
+            | self._batch_summary()
+            | self._guard_summary()
+        )
+
+    def _batch_summary(self) -> dict[str, Any]:
+        batch = batch_of(self.session.method)
+        said = f"each image was answered after its whole batch of {batch} had been read"
+        return {"batch": batch, "reads_ahead": said} if batch > 1 else {}
 
     def _guard_summary(self) -> dict[str, Any]:
         if self.session.guard is None:
@@ -99,7 +109,7 @@ def replay(
         late = LateLabels(session, store.labels[order].tolist(), labelled)
     predictions, frozen = torch.empty_like(order), torch.empty_like(order)
     logits, done, seconds = torch.empty(0), 0, 0.0
-    for chunk in store.chunks(order, dtype=DTYPES[dtype]):
+    for chunk in store.chunks(order, dtype=DTYPES[dtype], batch=batch_of(method)):
         chunk, rows = chunk.to(device), slice(done, done + len(chunk))
         start = time.perf_counter()
         scores = session.scan(chunk).cpu()
@@ -122,6 +132,7 @@ def replay(
 
 
 def recorded_settings(store: Features, method: str) -> dict[str, object]:
-    """The method's settings that a trace's metadata records under `hp.`."""
+    """The method's settings that a trace's metadata records under `hp.`, and the length of its stream."""
+    facts = {"hp.stream_length": str(len(store))} | store.metadata
     names = [entry.name for entry in fields(registry.method_class(method))]
-    return {name: store.metadata[f"hp.{name}"] for name in names if f"hp.{name}" in store.metadata}
+    return {name: facts[f"hp.{name}"] for name in names if f"hp.{name}" in facts}

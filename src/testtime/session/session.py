@@ -23,6 +23,7 @@ from testtime.guard.memory import Memory, fresh_memory
 from testtime.guard.settings import Guard, make_guard
 from testtime.guard.stepper import Guarded
 from testtime.machine.interrupts import deferred_interrupts
+from testtime.methods.base import need_single
 from testtime.ops import unit_views
 from testtime.session import saved_state
 from testtime.session.initial_state import initial_state
@@ -120,6 +121,8 @@ class Session:
         self.task = aligned_task(task)
         self.guard = make_guard(guard)
         self.method = self.guard.anchored(method) if self.guard else method
+        if self.guard:
+            need_single([method], "The guard")
         self.encoder = encoder
         self.plan = ViewPlan(views, augmix, seed, variations)
         self.reference = reference

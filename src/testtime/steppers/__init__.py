@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from testtime.files import ALIGNMENT as ALIGNMENT
-from testtime.methods.base import Nested, leaves
+from testtime.methods.base import Nested, batch_of, leaves
 from testtime.steppers.fast import FAST, Fast, supported
 from testtime.types import InputError, Method, Task
 
@@ -88,7 +88,8 @@ def open_stepper(
         return import_module(fast.module).Stepper(task, methods, states)
     if len(methods) > 1:
         raise InputError(f"{len(methods)} runs that cannot share a stepper; open one for each.")
-    if task.text.is_cuda and not reference and not getattr(methods[0], "needs_tower", False):
+    steps = batch_of(methods[0]) == 1 and not getattr(methods[0], "needs_tower", False)  # can be captured one by one
+    if task.text.is_cuda and not reference and steps:
         return import_module("testtime.steppers.gpu.graph").Stepper(task, methods, states)
     return Plain(task, methods, states)
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from testtime.machine.threads import workers
+from testtime.methods.base import need_single
 from testtime.ops import unit_views
 from testtime.steppers import Stepper, group_key, memory_needed, open_stepper, parallel_steppers
 from testtime.types import InputError, Method, Task
@@ -34,6 +35,7 @@ def sweep(task: Task, methods: Sequence[Method], chunks: Iterable[Tensor]) -> li
     """
     if not methods:
         raise InputError("A sweep needs at least one setting.")
+    need_single(methods, "A sweep")
     for method in methods:
         method.check(task)
     groups = grouped(task, methods, parallel_steppers(task))

@@ -127,8 +127,10 @@ def views_of(method: str, found: Recipe | None, protocol: str = "released") -> V
         raise unknown("protocol", protocol, PROTOCOLS)
     if found is None:
         return ViewPlan()
-    if protocol == "released" and (by_group := _methods()["views"].get(method)) and found.group in by_group:
-        return ViewPlan(**by_group[found.group])
+    own = _methods()["views"].get(method, {}) if protocol == "released" else {}
+    for name in (found.name, found.group):  # a group may have the name of its only dataset
+        if name in own:
+            return ViewPlan(**own[name])
     return found.views[protocol]
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from testtime.machine.capture import capture, reason, warn_once
-from testtime.methods.base import Nested, leaves
+from testtime.methods.base import Nested, copied, leaves
 from testtime.steppers import dummy_views
 from testtime.steppers.plain import Plain
 from testtime.types import FeatureError, Method, Task
@@ -94,7 +94,7 @@ class Stepper:
             self._cached_launch(count, False)
 
     def snapshot(self) -> Sequence[Nested]:
-        return list(self._pending if self._body is None else map(_copied, self._body.states))
+        return list(self._pending if self._body is None else map(copied, self._body.states))
 
     def restore(self, states: Sequence[Nested]) -> None:
         if self._body is None:
@@ -162,7 +162,7 @@ class Stepper:
         body = self._body
         assert body is not None
         with torch.inference_mode(False):
-            before = tuple(map(_copied, body.states))
+            before = copied(body.states)
 
         def steps(count: int = count) -> None:
             if peeking:
@@ -198,8 +198,8 @@ class MethodSteps:
 
     def __init__(self, task: Task, methods: Sequence[Method], example: Tensor) -> None:
         self.task, self.methods = task, methods
-        self.states = tuple(_copied(method.init(task)) for method in methods)
-        answer = methods[0].step(task, _copied(self.states[0]), example)[0]
+        self.states = tuple(copied(method.init(task)) for method in methods)
+        answer = methods[0].step(task, copied(self.states[0]), example)[0]
         self.answer = answer.new_zeros(len(methods), *answer.shape)
         self.learned = torch.zeros(len(methods), dtype=torch.bool, device=example.device)
 
@@ -223,11 +223,3 @@ def overwrite(state: Nested, source: Nested) -> None:
     for target, value in zip(leaves(state), leaves(source), strict=True):
         if value is not target:
             target.copy_(value)
-
-
-def _copied(state: Nested) -> Nested:
-    """A deep copy of a state."""
-    if isinstance(state, Tensor):
-        return state.clone()
-    parts = map(_copied, state)
-    return tuple(parts) if type(state) is tuple else type(state)(*parts)

@@ -1,0 +1,205 @@
+"""The leaderboard: every method on every dataset and stream, in tracks that say how its settings were chosen.
+
+    one-setting    the method's own settings, the same everywhere
+    per-dataset    the authors' settings for each benchmark, where there are any
+    oracle         something is chosen with the test labels; only if asked for
+
+Cells are the stream lab's own, in the same folder: what was run for either is not run again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
+
+from testtime import registry
+from testtime.datasets import find_dataset
+from testtime.experiments import streams
+from testtime.experiments.catalogue import Row
+from testtime.experiments.lab import Record, fingerprint, noted
+from testtime.experiments.oracle import oracle_of
+from testtime.experiments.plan import Plan
+from testtime.experiments.recipes import TRACKS
+from testtime.experiments.run import find_columns, find_experiment
+from testtime.experiments.scenarios import KINDS, make_stream
+from testtime.experiments.sources import Source, find_sources
+from testtime.experiments.submission import FORMAT, ORACLE, SCORES, made, package_of
+from testtime.machine.devices import step_device
+from testtime.machine.threads import workers
+from testtime.session.session import Session
+from testtime.steppers import parallel_steppers
+from testtime.types import InputError, Method, MissingPart
+
+BASELINE = "zeroshot"  # always a row
+ORDERS = 20
+# one of each kind: between shuffled and sorted are Dirichlet's, and an attacker who sees the state takes hours
+STREAMS = (
+    "shuffled",
+    "sorted",
+    "4 classes",
+    "10% of classes",
+    "long tail 100",
+    "200 images",
+    "open set 30%",
+    "poisoned 5%",
+    "domains in sequence",
+    "domains mixed",
+)
+PROBED = 64  # images that a method is timed on before the start
+TUNING = "prompt tuning, which takes hours and needs an encoder; see 'testtime bench systems'"
+VIEWS = "needs several views of an image, and here each has one; name it with --methods to run it"
+
+
+class Entry(NamedTuple):
+    """A method on one stream of a source, in a track."""
+
+    track: str
+    cell: streams.Cell
+
+
+def chosen_methods(names: Sequence[str] | None) -> tuple[list[str], dict[str, str]]:
+    """The methods of a board, the baseline first, and those left out by default, each with the reason."""
+    if names is not None:
+        for name in names:
+            registry.method_class(name.partition(":")[0])
+        return list(dict.fromkeys([BASELINE, *names])), {}
+    left_out, kept = dict[str, str](), [BASELINE]
+    for name in registry.method_names():
+        try:
+            method = registry.method_class(name)
+        except MissingPart as reason:  # a plug-in
+            left_out[name] = str(reason)
+            continue
+        if getattr(method, "needs_tower", False):
+            left_out[name] = TUNING
+        elif "views" in getattr(method, "assumes", ()):
+            left_out[name] = VIEWS
+        elif name != BASELINE:
+            kept.append(name)
+    return kept, left_out
+
+
+def chosen_streams(names: Sequence[str] | None) -> list[str]:
+    """The streams of these names, or the default ones; "all" are all of the lab's."""
+    if names is not None and list(names) == ["all"]:
+        return list(KINDS)
+    for name in names or ():
+        if name not in KINDS:
+            raise registry.unknown("stream", name, [*KINDS, "all"])
+    return list(dict.fromkeys(names or STREAMS))
+
+
+def open_sources(plan: Plan, given: str, root: Path | None = None) -> list[Source]:
+    """The images that an argument names: a dataset, the domains in a folder, or a feature file."""
+    if root is not None:
+        return find_sources(plan, [find_dataset(given, root)])
+    columns = find_columns(find_experiment("streams"), Path(given))
+    return find_sources(plan, [each for each in columns.values() if not isinstance(each, str)])
+
+
+def entries_of(
+    plan: Plan, sources: Sequence[Source], methods: Sequence[str], kinds: Sequence[str], oracle: bool = False
+) -> list[Entry]:
+    """Every entry of a board: each method in each track that it has on each stream."""
+    return [
+        Entry(track, streams.cell_of(plan, source, kind, Row(label, label, text="given"), method))
+        for source in sources
+        for kind in kinds
+        if kind in source.kinds
+        for label in methods
+        for track, method in _in_tracks(plan, source, label, oracle)
+    ]
+
+
+def _in_tracks(plan: Plan, source: Source, label: str, oracle: bool) -> Iterator[tuple[str, Method]]:
+    one, per_dataset = TRACKS
+    method = plan.method(label, source.entry)
+    yield one, method
+    if source.entry is not None and label in source.entry.settings:  # a preset is a setting of its own
+        yield per_dataset, replace(plan, track=per_dataset).method(label, source.entry)
+    if oracle:
+        with suppress(InputError):  # a method without anything to choose
+            yield ORACLE, oracle_of(method)
+
+
+def estimate(plan: Plan, entries: Sequence[Entry]) -> dict[str, float]:
+    """Seconds that the entries still to run will take, by method, from a few steps of each and the streams' lengths."""
+    pending = [each.cell for each in entries if not streams.path_of(plan.folder, each.cell).exists()]
+    device, steps, found = step_device(plan.encoder.device), dict[str, float](), dict[str, float]()
+    for cell in pending:
+        images = cell.source.load()
+        task = images.task.to(device)
+        stream = make_stream(cell.kind, images, plan.seeds[0])
+        if isinstance(stream, str):
+            continue
+        probe = fingerprint({key: cell.about[key] for key in ("dataset", "encoder", "method", "settings")})
+        try:
+            if probe not in steps:
+                steps[probe] = workers(1).submit(_seconds, Session(task, cell.method), images.features).result()
+        except MissingPart:
+            continue
+        together = min(parallel_steppers(task), len(plan.seeds))
+        seconds = steps[probe] * len(stream.rows) * len(plan.seeds) / together
+        found[cell.row.label] = found.get(cell.row.label, 0.0) + seconds
+    return found
+
+
+def _seconds(session: Session, features: Tensor) -> float:
+    """Seconds of a step, on one core, whatever else runs on it."""
+    session.warm_up(1)
+    clock = time.thread_time if session.task.text.is_cpu else time.perf_counter
+    start = clock()
+    session.scan(features[:PROBED, None]).cpu()
+    return (clock() - start) / min(PROBED, len(features))
+
+
+def run(plan: Plan, given: Sequence[tuple[str, Sequence[Source]]], entries: Sequence[Entry]) -> Record:
+    """A submission of these entries; those that were run before are read. `given` names the sources' origin."""
+    origin: dict[str, str] = {}
+    for what, found in given:
+        for source in found:
+            if origin.setdefault(source.name, what) != what:
+                raise InputError(
+                    f"{origin[source.name]} and {what} both have a source named '{source.name}'; give one at a time, "
+                    "and put them together with 'testtime leaderboard add'."
+                )
+    submission: Record = {"format": FORMAT, "made": [made()], "sources": {}, "entries": [], "left_out": {}}
+    missing: list[Record] = []
+    results = streams.run_cells(plan, [entry.cell for entry in entries])
+    for (track, cell), scores in zip(entries, results, strict=True):
+        if isinstance(scores, str):
+            named = {"source": cell.source.name, "stream": cell.kind, "label": cell.row.label, "reason": scores}
+            missing.append(named)
+            continue
+        identity = fingerprint(cell.source.about)
+        submission["sources"][identity] = {
+            "name": cell.source.name,
+            "given": origin[cell.source.name],
+            "limit": plan.limit,
+            "about": cell.source.about,
+        }
+        cost = noted(plan.folder, streams.path_of(plan.folder, cell).stem) or {}
+        submission["entries"].append(
+            {
+                "track": track,
+                "label": cell.row.label,
+                "method": cell.method.name,
+                "settings": cell.about["settings"],
+                "package": package_of(cell.row.label.partition(":")[0]),
+                "assumes": list(getattr(cell.method, "assumes", ())),
+                "source": identity,
+                "stream": cell.kind,
+                "scores": [{key: order[key] for key in ("seed", "images", *SCORES)} for order in scores],
+                "milliseconds": 1000 * cost["seconds"] / cost["images"] if cost else None,
+                "state_bytes": cost.get("state_bytes"),
+                "machine": cost.get("machine", ""),
+                "made": 0,
+            }
+        )
+    return submission | {"not_run": missing}

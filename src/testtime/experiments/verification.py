@@ -1,0 +1,90 @@
+"""Some cells of a submission to a leaderboard, run again and compared with what was submitted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from random import Random
+from typing import NamedTuple
+
+from testtime import registry
+from testtime.experiments import streams
+from testtime.experiments.lab import Record, fingerprint
+from testtime.experiments.leaderboard import entries_of
+from testtime.experiments.plan import Plan
+from testtime.experiments.sources import Source
+from testtime.experiments.submission import SCORES
+from testtime.machine.devices import step_device
+from testtime.types import InputError
+
+ONE_IMAGE = 1 + 1e-9  # by which an accuracy may differ, unless nothing may
+
+
+class Repeated(NamedTuple):
+    """One cell of a submission, run again."""
+
+    label: str
+    stream: str
+    source: str
+    seed: int
+    problem: str  # what differs; empty if nothing does
+
+
+def sample(submission: Record, count: int, seed: int) -> list[tuple[Record, Record]]:
+    """Entries with one of their orders, drawn at random; the same for the same seed."""
+    cells = [(entry, order) for entry in submission["entries"] for order in entry["scores"]]
+    return Random(seed).sample(cells, min(count, len(cells)))
+
+
+def repeat(
+    plan: Plan, submission: Record, sources: Sequence[Source], cells: Sequence[tuple[Record, Record]], tolerance: float
+) -> Iterator[Repeated]:
+    """Each of these cells run again, beside what was submitted.
+
+    Scores may differ by `tolerance`, a fraction, and accuracies always by one image: other machines round differently.
+    """
+    known = {fingerprint(source.about): source for source in sources}
+    for entry, order in cells:
+        if entry["source"] not in known:
+            raise InputError(_other_data(submission["sources"][entry["source"]], sources))
+        source = known[entry["source"]]
+        if registry.METHODS.known(entry["label"].partition(":")[0]) is None and entry["package"]:
+            raise InputError(
+                f"Method '{entry['label']}' is of the package {entry['package']}; install it to repeat it."
+            )
+        again = replace(plan, seeds=(order["seed"],))
+        tracks = entries_of(again, [source], [entry["label"]], [entry["stream"]], oracle=True)
+        cell = next((each.cell for each in tracks if each.track == entry["track"]), None)
+        problem = f"{entry['label']} has no track '{entry['track']}' on {source.name}"
+        if cell is not None:
+            problem = _difference(entry, order, cell, again, tolerance)
+        yield Repeated(entry["label"], entry["stream"], source.name, order["seed"], problem)
+
+
+def _difference(entry: Record, order: Record, cell: streams.Cell, plan: Plan, tolerance: float) -> str:
+    """What differs between a submitted order and the same one, run now."""
+    if keys := _unlike(cell.about["settings"], entry["settings"]):
+        return f"its settings are not those of the track '{entry['track']}': {', '.join(keys)}"
+    (ran,) = streams.run_orders(cell, plan.seeds, step_device(plan.encoder.device))
+    if ran.scores["images"] != order["images"]:
+        return f"{order['images']} images were scored, and now {ran.scores['images']}"
+    least = ONE_IMAGE / order["images"] if tolerance else 0.0
+    for key in SCORES:
+        allowed = tolerance if key == "calibration_error" else max(tolerance, least)
+        if abs(ran.scores[key] - order[key]) > allowed:
+            return f"{key.replace('_', ' ')} was {100 * order[key]:.2f}%, and now {100 * ran.scores[key]:.2f}%"
+    return ""
+
+
+def _other_data(wanted: Record, sources: Sequence[Source]) -> str:
+    """Why none of the sources is the one that was submitted."""
+    mine = next((each.about for each in sources if each.name == wanted["name"]), None)
+    if mine is None:
+        return f"'{wanted['name']}' of the submission was not found: give it, as in 'leaderboard verify FILE SOURCE'."
+    keys = _unlike(mine, wanted["about"])
+    return f"'{wanted['name']}' is not what was submitted: it differs in {', '.join(keys)}."
+
+
+def _unlike(mine: Record, others: Record) -> list[str]:
+    """The keys whose values differ."""
+    return [key for key in {**mine, **others} if mine.get(key) != others.get(key)]

@@ -1,0 +1,111 @@
+"""The residual step of MCP++, in closed form: entropy, alignment of coordinates, and distance from the negative cache.
+
+    L = H(softmax s) + align_weight InfoNCE(v, t) + contrast_weight mean_c -log(1 - cos(v_c, g_c) + 1e-7)
+
+with t and v the unit prototypes of text and image, s their logits, and g_c the mean of the negative cache of a class.
+As in the released code, the alignment compares coordinates and not classes, s holds the visual term and what the
+negative cache takes away once per step and once more after the last, and the adapted text acts only in the views' vote.
+With more than one step only the latest visual term has a gradient: how the released code would do it is not known.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from testtime import ops
+from testtime.methods.base import Base, at_least, check_adamw, require
+from testtime.types import Task
+
+OFFSET = 1e-7  # inside the logarithm of the contrast, as released
+
+
+@dataclass(frozen=True)
+class Residuals(Base):
+    """The settings of the visual prototypes and of MCP++; the defaults are released ones, for ImageNet."""
+
+    alpha: float = 5.5  # weight of the visual prototypes in the logits
+    beta: float = 8.0  # how sharply that weight falls with distance
+    residual: bool = False  # MCP++; the settings from here to AdamW's are its
+    align_weight: float = 0.5  # of the alignment of text and visual prototypes
+    align_temperature: float = 0.01
+    contrast_weight: float = 0.2  # of the distance from the negative cache
+    lr_text: float = 6e-5
+    lr_image: float = 6e-5
+    steps: int = 1  # residual updates per image
+    adamw_eps: float = 1e-3
+    adamw_betas: tuple[float, float] = (0.9, 0.999)
+    adamw_weight_decay: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(0, self, "alpha", "beta", "align_weight", "contrast_weight", "lr_text", "lr_image")
+        check_adamw(self)
+        require(self.align_temperature > 0, "align_temperature", self.align_temperature, "must be above 0")
+
+    def learn(
+        self,
+        task: Task,
+        feature: Tensor,
+        frozen: Tensor,
+        visual: Tensor,
+        seen: Tensor,
+        lowered: Tensor,
+        repelling: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Unit text prototypes (C, D) after the steps, and the logits (C,) of a feature (D,) by visual ones (C, D).
+
+        `frozen` (C,) are the text's logits and `lowered` (C,) what the negative cache takes away; `seen` (C,) is 1 for
+        classes with a visual prototype; `repelling` (C, D) are the means of the negative cache, zero where it is empty.
+        """
+        for_text, for_visual = (
+            ops.AdamW(lr, self.adamw_eps, self.adamw_betas, self.adamw_weight_decay)
+            for lr in (self.lr_text, self.lr_image)
+        )
+        start = at_text = ops.prototypes(task.text)
+        at_visual, repelling, mask = ops.prototypes(visual), ops.unit(repelling), seen[:, None]
+        d_text, d_visual = torch.zeros_like(visual), torch.zeros_like(visual)
+        m_text = m_visual = None
+        logits = frozen
+        for number in range(1, self.steps + 1):
+            boost = seen * ops.affinity(at_visual.direction @ feature, self.alpha, self.beta)
+            logits = logits + boost - lowered  # of all steps so far: as released, they add up
+            log_p = logits.log_softmax(0)
+            slope = -log_p.exp() * (log_p + ops.entropy(logits))  # of the entropy, by the logits
+            pulls = coordinate_alignment(at_text.direction * mask, at_visual.direction * mask, self.align_temperature)
+            by_text, by_visual = (self.align_weight * pull for pull in pulls)
+            nearness = (at_visual.direction * repelling).sum(1)
+            push = self.contrast_weight / seen.sum().clamp_min(1) / (1 - nearness + OFFSET)
+            by_visual += torch.outer(self.beta * boost * slope, feature) + push[:, None] * repelling
+            # the text's logits keep the gradient of the prompts, from which they were computed
+            by_text = across(by_text * mask, at_text) + across(torch.outer(task.scale * slope, feature), start)
+            by_visual = across(by_visual, at_visual) * mask
+            if self.steps == 1:
+                d_text, d_visual = for_text.first(d_text, by_text), for_visual.first(d_visual, by_visual)
+            else:
+                d_text, m_text = for_text.step(d_text, by_text, m_text, number)
+                d_visual, m_visual = for_visual.step(d_visual, by_visual, m_visual, number)
+            at_text, at_visual = ops.prototypes(task.text + d_text), ops.prototypes(visual + d_visual)
+        boost = seen * ops.affinity(at_visual.direction @ feature, self.alpha, self.beta)
+        return at_text.direction, logits + boost - lowered
+
+
+def across(slope: Tensor, at: ops.Prototypes) -> Tensor:
+    """The gradient by prototypes of a function with this slope (C, D) by their directions."""
+    return (slope - at.direction * (slope * at.direction).sum(1, keepdim=True)) / at.length
+
+
+def coordinate_alignment(text: Tensor, visual: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Gradients (C, D) of InfoNCE by unit text and visual prototypes (C, D), zero for classes left out.
+
+    As released, the matrices are passed as (D, C): each coordinate of the visual prototypes, normalised over the
+    classes, is to match the same coordinate of the text's.
+    """
+    query, key = ops.prototypes(visual.T.contiguous()), ops.prototypes(text.T.contiguous())  # (D, C)
+    pull = (query.direction @ key.direction.T / temperature).softmax(1)  # (D, D)
+    pull.diagonal().sub_(1)
+    pull /= temperature * len(pull)
+    by_query, by_key = pull @ key.direction, pull.T @ query.direction
+    return across(by_key, key).T.contiguous(), across(by_query, query).T.contiguous()

@@ -1,0 +1,193 @@
+"""OGA: online Gaussian adaptation.
+
+Fuchs, Zanella and De Vleeschouwer, "Online Gaussian Test-Time Adaptation of Vision-Language Models", CVPR Workshops
+2025 (arXiv 2501.04352).
+
+A small memory keeps the features of lowest zero-shot entropy of each class. They give every class a mean, and all
+classes one covariance; the likelihood of an image under these Gaussians, flattened by `tau`, multiplies its zero-shot
+probabilities (maximum a posteriori). One setting serves every dataset and encoder.
+
+This follows the released code (cfuchs2023/OGA b91d449): means are sums over the capacity, not over the features held,
+and the precision is shrunk towards the identity until there are four features per dimension. The released runs read a
+`batch` of 32 images into the memory before they answer the first of them; here the default is 1, which answers every
+image from itself and those before it.
+
+Departures: the covariance's scatter is updated by the one class that changed, in double precision; memory and
+entropies have the precision of the features (released: half).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from testtime.methods.base import Base, at_least, copied, differ
+from testtime.types import Task
+
+LOG_OFFSET = 1e-9  # inside the logarithm of the entropy, as released
+JITTER = 1e-12  # of the trace, so that a covariance of low rank can be factored; released: a pseudo-inverse
+WIDE = 1e12  # variance where all features held are alike: their Gaussians say nothing
+
+
+class State(NamedTuple):
+    features: Tensor  # (C, K, D), in the order of their slots; an empty slot is zero
+    entropy: Tensor  # (C, K) in nats; inf marks an empty slot
+    mean: Tensor  # (C, D) of each class; its prompt until it holds two features
+    scatter: Tensor  # (D, D) float64, sum of r r' over the residuals r of all features held from their class's mean
+    drift: Tensor  # (D,) float64, sum of these residuals
+    factor: Tensor  # (D, D) float64: upper Cholesky factor of the covariance, or the root of its pseudo-inverse
+    white: Tensor  # (C, D) float64, the means in the coordinates where the covariance is the identity
+
+
+@dataclass(frozen=True)
+class OGA(Base):
+    """Online Gaussian adaptation. Scores are probabilities, not logits. `tau=0` switches the Gaussians off.
+
+    >>> import testtime as tt
+    >>> task, stream, labels = tt.toy(views=1)
+    >>> scores, state = OGA().scan(task, OGA().init(task), stream)
+    >>> adapted, frozen = scores.argmax(1), task.zero_shot(stream[:, 0]).argmax(1)
+    >>> bool((adapted == labels).sum() > (frozen == labels).sum())
+    True
+    """
+
+    name: ClassVar[str] = "oga"
+    summary: ClassVar[str] = "Online Gaussian adaptation: a memory's Gaussians times the zero-shot probabilities"
+    source: ClassVar[str] = (
+        "Fuchs, Zanella and De Vleeschouwer, Online Gaussian Test-Time Adaptation of Vision-Language Models, CVPR "
+        "Workshops 2025; released code cfuchs2023/OGA b91d449"
+    )
+    adapts: ClassVar[str] = "visual"
+    remembers: ClassVar[bool] = True
+
+    tau: float = 0.05  # weight of the Gaussians' log-likelihood
+    capacity: int = 8  # K, features kept per class
+    batch: int = 1  # images that enter the memory before the first of them is answered (released: 32)
+    # The covariance: shrunk (Ridge), as it is (MoorePenrose), or shrunk up to four features per dimension
+    inverse: Literal["RidgeMoorePenrose", "Ridge", "MoorePenrose"] = "RidgeMoorePenrose"
+    normalise_mean: bool = False  # whether means have unit length
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(0, self, "tau")
+        at_least(1, self, "capacity", "batch")
+
+    @property
+    def reads_ahead(self) -> int:
+        """The batch."""
+        return self.batch
+
+    def init(self, task: Task) -> State:
+        classes, dim = task.text.shape
+        text = task.text.double()
+        spread = math.sqrt(dim) if self.inverse == "MoorePenrose" else 1 / math.sqrt(dim)
+        return State(
+            task.text.new_zeros(classes, self.capacity, dim),
+            task.text.new_full((classes, self.capacity), torch.inf),
+            task.text.clone(),
+            text.new_zeros(dim, dim),
+            text.new_zeros(dim),
+            spread * torch.eye(dim, dtype=torch.float64, device=text.device),  # of a covariance of the identity over D
+            math.sqrt(dim) * text,
+        )
+
+    def step(self, task: Task, state: State, views: Tensor) -> tuple[Tensor, State]:
+        state = self._fit(task, state, self._remember(task, state, views[0]))
+        return self._posterior(task, state, views[0]), state
+
+    def scan(self, task: Task, state: State, stream: Tensor) -> tuple[Tensor, State]:
+        """As `step`, in batches: all images of one are learned from before the first of them is answered.
+
+        In a copy of the state, whose memory is overwritten: it is large.
+        """
+        state, scores = copied(state), stream.new_empty(len(stream), task.classes)
+        for start in range(0, len(stream), self.batch):
+            images, before = stream[start : start + self.batch, 0], state
+            for clean in images:
+                state = self._remember(task, state, clean, in_place=True)
+            state = self._fit(task, before, state)
+            for row, clean in enumerate(images, start):
+                scores[row] = self._posterior(task, state, clean)
+        return scores, state
+
+    def _remember(self, task: Task, state: State, clean: Tensor, in_place: bool = False) -> State:
+        """Memory, mean and scatter after offering a feature (D,) to its zero-shot class."""
+        prob = task.zero_shot(clean).softmax(0)
+        entropy, label = -(prob * (prob + LOG_OFFSET).log()).sum(), prob.argmax().reshape(1)
+        costs, mean = state.entropy[label][0], state.mean[label]  # (K,), (1, D)
+        # empty slots have infinite entropy, so they fill up in order before anything is replaced
+        slot = torch.arange(self.capacity, device=costs.device) == costs.argmax()
+        written = slot & (entropy < costs) & (entropy < math.log(task.classes))  # (K,)
+        if written.is_cpu and not written.any():
+            return state  # on the CPU reading a number is free, and a rejected feature then copies nothing
+        old = state.features[label][0]
+        row, new_costs = torch.where(written[:, None], clean, old), torch.where(written, entropy, costs)
+        held = new_costs.isfinite()
+        new_mean = row.sum(0, keepdim=True) / self.capacity  # not over the number held, as released
+        if self.normalise_mean:
+            new_mean = new_mean / new_mean.norm(dim=1, keepdim=True).clamp_min(1e-12)
+        new_mean = torch.where(held.sum() >= 2, new_mean, mean)
+        before = (old.double() - mean) * costs.isfinite()[:, None]  # (K, D) residuals
+        after = (row.double() - new_mean) * held[:, None]
+        put = Tensor.index_copy_ if in_place else Tensor.index_copy
+        return state._replace(
+            features=put(state.features, 0, label, row[None]),
+            entropy=put(state.entropy, 0, label, new_costs[None]),
+            mean=put(state.mean, 0, label, new_mean),
+            scatter=state.scatter + (after.T @ after - before.T @ before),
+            drift=state.drift + (after.sum(0) - before.sum(0)),
+        )
+
+    def _fit(self, task: Task, before: State, state: State) -> State:
+        """The Gaussians of what the memory holds now."""
+        if state.scatter is before.scatter:
+            return state  # nothing was written
+        held = state.entropy.isfinite().sum(1)  # (C,)
+        number, dim = held.sum(), task.dim
+        centred = state.scatter - torch.outer(state.drift, state.drift) / number.clamp_min(1)  # (n - 1) S
+        trace, ready = centred.trace(), (held > 2).any()
+        covariance = centred / (number - 1).clamp_min(1)
+        identity = torch.eye(dim, dtype=torch.float64, device=centred.device)
+        if self.inverse == "MoorePenrose":
+            values, vectors = torch.linalg.eigh(torch.where(ready, covariance, identity / dim))
+            kept = values > dim * torch.finfo(values.dtype).eps * values[-1]  # as torch's pseudo-inverse
+            factor = vectors * torch.where(kept, values, torch.inf).rsqrt()  # (D, D)
+        else:
+            shrunk = (centred + covariance.trace() * identity) / dim
+            if self.inverse == "RidgeMoorePenrose":
+                shrunk = torch.where(number <= 4 * dim, shrunk, covariance + JITTER * covariance.trace() * identity)
+            # features that are all alike leave a scatter of rounding errors
+            shrunk = torch.where(trace > JITTER * number, shrunk, WIDE * identity)
+            factor = torch.linalg.cholesky_ex(torch.where(ready, shrunk, identity / dim)).L.mT.contiguous()
+        return state._replace(factor=factor, white=self._whiten(factor, state.mean.double()))
+
+    def _whiten(self, factor: Tensor, rows: Tensor) -> Tensor:
+        """Rows (n, D) in the coordinates where the covariance is the identity."""
+        if self.inverse == "MoorePenrose":
+            return rows @ factor
+        return torch.linalg.solve_triangular(factor.mT, rows.mT, upper=False).mT.contiguous()
+
+    def log_likelihood(self, state: State, clean: Tensor) -> Tensor:
+        """Log-density of a feature (D,) under each class's Gaussian, without the constant that all share: (C,)."""
+        return (self._whiten(state.factor, clean.double()[None]) - state.white).square().sum(1) / -2
+
+    def precision(self, state: State) -> Tensor:
+        """The inverse of the covariance (D, D)."""
+        root = self._whiten(state.factor, torch.eye(len(state.factor), dtype=torch.float64, device=state.factor.device))
+        return root @ root.T
+
+    def _posterior(self, task: Task, state: State, clean: Tensor) -> Tensor:
+        """Zero-shot probabilities times the flattened likelihoods, normalised: (C,)."""
+        return (task.zero_shot(clean) + (self.tau * self.log_likelihood(state, clean)).to(clean)).softmax(0)
+
+    def learned(self, before: State, after: State) -> Tensor:
+        """Whether the memory accepted the image."""
+        return differ(before.entropy, after.entropy)
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """The scores, which are probabilities already."""
+        return logits
