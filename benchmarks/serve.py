@@ -9,8 +9,7 @@ Pillow, preprocess it, encode it alone and take the softmax: one with `def` (Fas
 `async def` (one at a time).
 Clients are processes with one keep-alive connection each, on the loopback address; each sends its next image when the
 last is answered. Requests of the first seconds (--warm) are not counted. Look at `cores_used` before you compare: where
-it differs between servers, their images a second do not compare, and `cpu_ms_per_image` does. Of the service, the seconds that its encoder
-was at work come from its own metrics.
+it differs between servers, their images a second do not compare, and `cpu_ms_per_image` does.
 """
 
 import argparse
