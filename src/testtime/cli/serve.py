@@ -56,7 +56,7 @@ def serve(
     streams: Annotated[int, typer.Option("--streams", help="Most streams.")] = 100,
     snapshot_every: Annotated[
         int, typer.Option("--snapshot-every", help="Images between two snapshots: the most that a restart replays.")
-    ] = 200,
+    ] = 1000,
     keep_images: Annotated[
         int, typer.Option("--keep-images", help="Latest images of a stream that can be unlearned.")
     ] = 10_000,

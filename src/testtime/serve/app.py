@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import mimetypes
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -49,9 +50,12 @@ def make_app(service: Service, gate: Gate, limits: Limits | None = None, secure:
     @asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
         await service.start()
+        gc.collect()
+        gc.freeze()  # what is loaded stays: looking through it again and again would stop all answers for a while
         try:
             yield
         finally:
+            gc.unfreeze()
             stopping.set()
             await service.close()
 

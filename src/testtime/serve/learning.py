@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -56,6 +56,7 @@ class Learning:
         self.store, self.stream, self.settings, self._load = store, stream, settings, load
         self._session, self._lock = session, threading.Lock()
         self.number = store.last_number(stream)
+        self._snapshot_at = store.snapshots(stream)[-1].number  # an event with a snapshot, the last or one before it
         self.seconds_writing = 0.0  # of the last images
         self.alarms: list[int] = []
         self._entropies: deque[float] = deque(maxlen=RECENT)
@@ -80,12 +81,13 @@ class Learning:
         kept = torch.stack(learned).cpu() if learned else ()  # one read from a GPU
         for learn, group in _runs(works, learning):
             if not learn:
-                answers += [self._answer(work, self.session.peek(work.views), None, "predict only") for work in group]
+                predictions = [self.session.peek(work.views) for work in group]
+                answers += [_answer(*each, None, "predict only") for each in _with_best(group, predictions)]
                 continue
             predictions = self.session.replay_all([work.views for work in group], group[0].index)
-            for work, prediction in zip(group, predictions, strict=True):
+            for work, prediction, best in _with_best(group, predictions):
                 number = self.number + len(events) + 1
-                answer = self._answer(work, prediction, number, _rule(prediction))
+                answer = _answer(work, prediction, best, number, _rule(prediction))
                 events.append(_image(number, work, answer, kept[len(events)]))
                 answers.append(answer)
         began = time.perf_counter()
@@ -96,21 +98,6 @@ class Learning:
             self._snapshot_if_due()
         self.seconds_writing = time.perf_counter() - began
         return answers
-
-    def _answer(self, work: Work, prediction: Prediction, number: int | None, rule: str) -> dict[str, Any]:
-        values = row(work.index, work.name, prediction)
-        decision = prediction.decision
-        return {
-            "id": number,
-            **{name: values[name] for name in values if name not in ("truth", "correct")},
-            "reason": rule,
-            "probabilities": [
-                {"label": label, "probability": round(share, 6)} for label, share in prediction.top(work.top)
-            ],
-            "drift": bool(decision and decision.drift),
-            "disagreement": None if decision is None else round(decision.disagreement, 4),
-            "repeated": False,
-        }
 
     def _count(self, event: Event, entropy: float, drift: bool) -> None:
         self.images += 1
@@ -339,10 +326,9 @@ class Learning:
 
     def _snapshot_if_due(self) -> None:
         """A snapshot when enough images have passed since the last; old features, rows and snapshots go."""
-        snapshots = self.store.snapshots(self.stream)
-        if self.number - snapshots[-1].number < self.settings.snapshot_every:
+        if self.number - self._snapshot_at < self.settings.snapshot_every:
             return
-        self.snapshot(automatic=True)
+        self._snapshot_at = self.snapshot(automatic=True).number
         snapshots = self.store.snapshots(self.stream)
         window = self.number - self.settings.keep_images
         base = [snapshot for snapshot in snapshots if snapshot.number <= max(window, snapshots[0].number)][-1]
@@ -367,6 +353,33 @@ def _runs(works: Sequence[Work], learning: bool) -> list[tuple[bool, list[Work]]
         else:
             runs.append((learn, [work]))
     return runs
+
+
+def _with_best(
+    works: Sequence[Work], predictions: Sequence[Prediction]
+) -> Iterator[tuple[Work, Prediction, list[tuple[str, float]]]]:
+    """Each image with its answer and its most probable classes, which are found for all of them at once."""
+    shares = torch.stack([prediction.probabilities for prediction in predictions])
+    best = shares.topk(min(max(work.top for work in works), shares.shape[1]))
+    rows = zip(works, predictions, best.indices.tolist(), best.values.tolist(), strict=True)
+    for work, prediction, classes, values in rows:
+        names = [prediction.classnames[index] for index in classes[: work.top]]
+        yield work, prediction, list(zip(names, values, strict=False))
+
+
+def _answer(
+    work: Work, prediction: Prediction, best: Sequence[tuple[str, float]], number: int | None, rule: str
+) -> dict[str, Any]:
+    values, decision = row(work.index, work.name, prediction), prediction.decision
+    return {
+        "id": number,
+        **{name: values[name] for name in values if name not in ("truth", "correct")},
+        "reason": rule,
+        "probabilities": [{"label": label, "probability": round(share, 6)} for label, share in best],
+        "drift": bool(decision and decision.drift),
+        "disagreement": None if decision is None else round(decision.disagreement, 4),
+        "repeated": False,
+    }
 
 
 def _rule(prediction: Prediction) -> str:

@@ -47,6 +47,7 @@ class Pending:
     """An image that was admitted to a stream."""
 
     upload: Upload
+    sha256: str
     thumbnail: bytes | None
     index: int
     learn: bool
@@ -223,8 +224,8 @@ class Pipeline:
         stream.position += learn
         plan = ViewPlan(spec.views, spec.augmix, spec.seed)
         encoded = self._live.submit(image.pixels, plan, index, stream.task.text)
-        answer = self._loop.create_future()
-        return Pending(upload, image.thumbnail, index, learn, top, encoded, answer, began, time.perf_counter())
+        digest, answer = hashlib.sha256(upload.data).hexdigest(), self._loop.create_future()
+        return Pending(upload, digest, image.thumbnail, index, learn, top, encoded, answer, began, time.perf_counter())
 
     async def feed(self, stream: Stream, views: Tensor, name: str) -> Answer:
         """The answer to an image of which only the features are at hand."""
@@ -233,7 +234,8 @@ class Pipeline:
             encoded = Future[Encoded]()
             encoded.set_result(Encoded(stream.position, name, views))
             answer, now = self._loop.create_future(), time.perf_counter()
-            self._admit(stream, [Pending(Upload(b"", name), None, stream.position, True, 5, encoded, answer, now, now)])
+            upload, index = Upload(b"", name), stream.position
+            self._admit(stream, [Pending(upload, "", None, index, True, 5, encoded, answer, now, now)])
             stream.position += 1
         return await answer
 
@@ -340,5 +342,4 @@ class Pipeline:
 def _work(image: Pending, views: Tensor) -> Work:
     upload = image.upload
     key = upload.key if image.learn else None
-    digest = hashlib.sha256(upload.data).hexdigest()
-    return Work(views, image.index, image.learn, upload.name, digest, key, image.thumbnail, image.top)
+    return Work(views, image.index, image.learn, upload.name, image.sha256, key, image.thumbnail, image.top)

@@ -43,7 +43,7 @@ class Settings:
     decode_seconds: float = 10.0
     decode_memory: int = 2**30  # bytes of address space of such a process
     learners: int = 2  # threads that run steps; a stream is in one at a time
-    snapshot_every: int = 200  # images between two automatic snapshots: the most that a restart replays
+    snapshot_every: int = 1000  # images between two automatic snapshots: the most that a restart replays
     keep_images: int = 10_000  # latest images of a stream whose features are kept, for unlearning
     keep_log: int = 1_000_000  # latest images of a stream whose audit rows are kept
     thumbnail: int = 96  # pixels a side, in streams that keep thumbnails

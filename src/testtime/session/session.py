@@ -415,11 +415,13 @@ class Session:
     ) -> list[Prediction]:
         """The answers to images from this position in the input on, from the method's logits (N, A)."""
         decisions = self.decisions if self.guard else [None] * len(logits)
-        with torch.inference_mode():
-            frozen = torch.stack([self.task.zero_shot(feature) for feature in features])
-            rows = torch.cat([logits, frozen, learned.to(logits)[:, None]], 1).cpu()  # one read from a GPU
         # on a CPU one by one: a sum over one row and over one of several might round differently
         size, found = 1 if logits.is_cpu else len(logits), list[Prediction]()
+        with torch.inference_mode():
+            frozen = torch.cat(
+                [self.task.zero_shot(part.squeeze(0)).view(len(part), -1) for part in features.split(size)]
+            )
+            rows = torch.cat([logits, frozen, learned.to(logits)[:, None]], 1).cpu()  # one read from a GPU
         for part in rows.split(size):
             first, end = len(found), len(found) + len(part)
             found += Prediction.of(
