@@ -29,6 +29,7 @@ from typing import Any
 STREAM = "/v1/streams/bench/images?top=1"
 FILES = 64  # photographs that the clients share
 SERVERS = ("testtime", "def", "async def")
+ENVIRONMENT = dict(os.environ)  # before testtime is imported, which sets how threads wait
 
 
 # A client, in its own process: nothing heavy is imported
@@ -76,17 +77,32 @@ def bare(form: str, encoder_name: str, device: str, classes: int, port: int) -> 
     from fastapi import Depends, FastAPI, Request
     from PIL import Image
 
-    from testtime import load_encoder
-    from testtime.images.views import clean
+    prompts = [f"a photo of a thing {number}." for number in range(classes)]
+    if encoder_name == "tiny":
+        from testtime import load_encoder
+        from testtime.images.views import clean
 
-    encoder = load_encoder(encoder_name, device)
-    text = encoder.encode_texts([f"a photo of a thing {number}." for number in range(classes)])
+        encoder = load_encoder(encoder_name, device)
+        text = encoder.encode_texts(prompts)
+
+        def encode(image: Image.Image) -> torch.Tensor:
+            return encoder.encode_images(clean(image, encoder.preprocess)[None].to(device))
+    else:  # open_clip as its own documentation uses it; nothing of testtime is imported
+        import open_clip
+
+        name, _, weights = encoder_name.removeprefix("open_clip:").partition("/")
+        model, _, preprocess = open_clip.create_model_and_transforms(name, pretrained=weights, device=device)
+        model.eval()
+        with torch.inference_mode():
+            text = model.encode_text(open_clip.get_tokenizer(name)(prompts).to(device), normalize=True)
+
+        def encode(image: Image.Image) -> torch.Tensor:
+            return model.encode_image(preprocess(image)[None].to(device), normalize=True)
 
     def answer(data: bytes) -> dict[str, Any]:
         image = Image.open(BytesIO(data)).convert("RGB")
         with torch.inference_mode():
-            feature = encoder.encode_images(clean(image, encoder.preprocess)[None].to(encoder.device))
-            share = (encoder.scale * feature @ text.T).softmax(1)[0]
+            share = (100 * encode(image) @ text.T).softmax(1)[0]
         best = int(share.argmax())
         return {"label": best, "confidence": float(share[best])}
 
@@ -125,7 +141,7 @@ def server(kind: str, encoder: str, options: argparse.Namespace, folder: Path) -
         words = [__file__, "--bare", kind, "--encoder", encoder, "--device", options.device, "--classes",
                  options.classes, "--port", port]  # fmt: skip
     log = open(folder / f"{kind}.log", "w+")
-    process = subprocess.Popen([sys.executable, *map(str, words)], stdout=log, stderr=log)
+    process = subprocess.Popen([sys.executable, *map(str, words)], stdout=log, stderr=log, env=ENVIRONMENT)
     try:
         deadline = time.monotonic() + 300
         while True:

@@ -70,6 +70,8 @@ class Service:
         """Refuse new images, answer those that were accepted, and close."""
         self.ready, self._draining = False, True
         await self._tour.close()
+        while self.pipeline.waiting:
+            await asyncio.sleep(0.01)
         for stream in list(self._streams.values()):
             async with stream.order:
                 await stream.settle()
@@ -101,6 +103,10 @@ class Service:
     def streams(self) -> list[dict[str, Any]]:
         """All streams, by name."""
         return [self._info(stream) for _, stream in sorted(self._streams.items())]
+
+    def tours(self) -> list[str]:
+        """The names of the streams that were made for tours."""
+        return [name for name, stream in self._streams.items() if stream.spec.tour]
 
     def stream(self, name: str) -> dict[str, Any]:
         """One stream."""

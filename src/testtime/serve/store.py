@@ -139,6 +139,7 @@ class Store:
         self._held.enter_context(files.locked(folder / DATABASE))
         self._lock = threading.RLock()  # of the one connection that writes
         self._readers = threading.local()  # a connection for each thread that reads: reading waits for no write
+        self._open_readers: list[sqlite3.Connection] = []
         try:
             self._open(folder / DATABASE)
         except BaseException:
@@ -162,7 +163,8 @@ class Store:
     def close(self) -> None:
         """Close the database and let another process use the folder."""
         with self._lock:
-            self._base.close()
+            for connection in (*self._open_readers, self._base):
+                connection.close()
             self._held.close()
 
     @contextmanager
@@ -181,9 +183,11 @@ class Store:
     def _all(self, query: str, *values: object) -> list[sqlite3.Row]:
         reader: sqlite3.Connection | None = getattr(self._readers, "connection", None)
         if reader is None:
-            reader = sqlite3.connect(self.folder / DATABASE, isolation_level=None)
+            reader = sqlite3.connect(self.folder / DATABASE, isolation_level=None, check_same_thread=False)
             reader.row_factory = sqlite3.Row
-            self._readers.connection = reader  # closed with its thread
+            self._readers.connection = reader
+            with self._lock:
+                self._open_readers.append(reader)
         return reader.execute(query, values).fetchall()
 
     def probe(self) -> None:

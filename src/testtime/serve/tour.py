@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 CLASSES = 20
 IMAGES = 400
 PACE = 0.05  # seconds between two images
-PREFIX = "tour-"
 
 
 class Tour:
@@ -30,10 +29,10 @@ class Tour:
     async def start(self) -> dict[str, Any]:
         """A new stream that is fed from now on."""
         await self.close()
-        for old in [stream["name"] for stream in self._service.streams() if stream["name"].startswith(PREFIX)]:
+        for old in self._service.tours():
             await self._service.delete(old)
         stream = await asyncio.to_thread(lambda: largest(demo_stream(), CLASSES))
-        spec = StreamSpec(PREFIX + secrets.token_hex(4), stream.task.classnames)
+        spec = StreamSpec(f"tour-{secrets.token_hex(4)}", stream.task.classnames, tour=True)
         info = await self._service.add(spec, lambda: Session(stream.task, "dpe", guard=True), "start")
         self._task = asyncio.create_task(self._feed(spec.name, stream.views, stream.labels.tolist()))
         return info

@@ -65,6 +65,7 @@ class StreamSpec:
     augmix: bool = False
     seed: int = 0
     thumbnails: bool = False  # whether small copies of the images may be kept
+    tour: bool = False  # whether it was made for the tour, and goes with it
 
 
 @dataclass(frozen=True)
