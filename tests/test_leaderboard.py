@@ -156,6 +156,14 @@ def test_slow_methods_and_those_that_need_views_are_left_out_and_named(monkeypat
         leaderboard.chosen_methods(["tdaa"])
 
 
+def test_a_method_that_would_take_too_long_is_left_out_unless_it_is_named(run, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(leaderboard, "estimate", lambda plan, entries: {"zeroshot": 1.0, "tda": 7300.0})
+    board = run(methods="tda")
+    assert {each["label"] for each in board["entries"]} == {"zeroshot", "tda"} and not board["left_out"]
+    assert leaderboard.slow_methods({"tda": 7300.0, "dpe": 60.0}).keys() == {"tda"}
+    assert "2 h 2 min" in leaderboard.slow_methods({"tda": 7300.0})["tda"]
+
+
 def test_streams_are_one_of_a_kind_unless_named() -> None:
     assert set(leaderboard.chosen_streams(None)) < set(KINDS) and "attacker 5%" not in leaderboard.chosen_streams(None)
     assert leaderboard.chosen_streams(["all"]) == list(KINDS)

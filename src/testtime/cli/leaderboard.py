@@ -112,9 +112,13 @@ def make(
         plan = _plan(encoder, device, output, _seeds(orders, seeds), descriptions, limit)
         opened = [(what, leaderboard.open_sources(plan, what, root)) for what in data]
         entries = leaderboard.entries_of(plan, [each for _, found in opened for each in found], names, kinds, oracle)
+        seconds = leaderboard.estimate(plan, entries)
+        if methods is None:
+            left_out |= leaderboard.slow_methods(seconds)
+            entries = [entry for entry in entries if entry.cell.row.label not in left_out]
         for label, reason in left_out.items():
             note(f"Left out: {label}: {reason}.")
-        _print_estimate(leaderboard.estimate(plan, entries))
+        _print_estimate({label: each for label, each in seconds.items() if label not in left_out})
         if dry_run:
             return
         board = leaderboard.run(plan, opened, entries) | {"left_out": left_out}

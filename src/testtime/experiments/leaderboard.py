@@ -10,7 +10,7 @@ Cells are the stream lab's own, in the same folder: what was run for either is n
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +30,7 @@ from testtime.experiments.run import find_columns, find_experiment
 from testtime.experiments.scenarios import KINDS, make_stream
 from testtime.experiments.sources import Source, find_sources
 from testtime.experiments.submission import FORMAT, ORACLE, SCORES, made, package_of
+from testtime.experiments.tables import duration
 from testtime.machine.devices import step_device
 from testtime.machine.threads import workers
 from testtime.session.session import Session
@@ -52,6 +53,7 @@ STREAMS = (
     "domains mixed",
 )
 PROBED = 64  # images that a method is timed on before the start
+LONGEST = 1800.0  # seconds that a method may take which is not named
 TUNING = "prompt tuning, which takes hours and needs an encoder; see 'testtime bench systems'"
 VIEWS = "needs several views of an image, and here each has one; name it with --methods to run it"
 
@@ -148,6 +150,15 @@ def estimate(plan: Plan, entries: Sequence[Entry]) -> dict[str, float]:
         seconds = steps[probe] * len(stream.rows) * len(plan.seeds) / together
         found[cell.row.label] = found.get(cell.row.label, 0.0) + seconds
     return found
+
+
+def slow_methods(seconds: Mapping[str, float]) -> dict[str, str]:
+    """The methods that would take longer than `LONGEST`, which a board leaves out unless they are named, and why."""
+    return {
+        label: f"would take about {duration(each)} here; name it with --methods to run it"
+        for label, each in seconds.items()
+        if each > LONGEST
+    }
 
 
 def _seconds(session: Session, features: Tensor) -> float:
