@@ -165,7 +165,7 @@ def add(
             "--scope", metavar="NAME", help="predict (answers and views), learn (images and labels too) or admin (all)."
         ),
     ] = "predict",
-    rate: Annotated[float, typer.Option("--rate", metavar="N", help="Most requests a second; 0 for any number.")] = 0.0,
+    rate: Annotated[float, typer.Option("--rate", metavar="X", help="Most requests a second; 0 for any number.")] = 0.0,
     folder: Folder = FOLDER,
 ) -> None:
     """Make a token, and print it on standard output: it is kept as a hash, and cannot be shown again."""
