@@ -88,7 +88,7 @@ class Settings(NamedTuple):
 ROWS_AT_ONCE = 32  # of C x C matrices, which stay in the cache
 
 # phases of a step, each of which can be computed for a range of views or classes independently of the others
-LOGITS, COSINES, SIMILARITY, PULL, RESELECT, PREDICT = range(6)
+LOGITS, ENTROPIES, COSINES, SIMILARITY, PULL, RESELECT, PREDICT = range(7)
 
 
 def run_phase(phase: int, total: int, views: Array, run: Run, scratch: Scratch, settings: Settings) -> None:
@@ -123,8 +123,9 @@ def _parallel_phase(
 def _phase_rows(
     phase: int, start: int, stop: int, views: Array, text: Side, visual: Side, scratch: Scratch, numbers: Numbers
 ) -> None:
-    if phase == LOGITS:
-        dot_rows(views[start:stop], text.vectors, scratch.logits[start:stop])
+    if phase == LOGITS:  # by classes: a thread reads the prototypes that it has written, from its own cache
+        dot_rows(views, text.vectors[start:stop], scratch.logits[:, start:stop])
+    elif phase == ENTROPIES:
         _view_entropies(start, stop, scratch)
     elif phase == COSINES:
         _visual_cosines(start, stop, visual, scratch)
@@ -311,7 +312,8 @@ def confident(views: Array, run: Run, scratch: Scratch, settings: Settings, feat
     logit, votes, entropies, text = scratch.logit, scratch.prob, scratch.entropy, run.text
     for c in range(len(logit)):
         scratch.factor[c], scratch.shift[c] = text.height[c] / text.length[c], 0
-    run_phase(LOGITS, len(views), views, run, scratch, settings)
+    run_phase(LOGITS, len(logit), views, run, scratch, settings)
+    run_phase(ENTROPIES, len(views), views, run, scratch, settings)
     part = logit.dtype.type(1 / settings.keep)
     feature[:], logit[:], votes[:] = 0, 0, 0
     for _ in range(settings.keep):
