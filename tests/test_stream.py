@@ -450,12 +450,16 @@ def test_answers_on_a_device_are_those_of_the_threads_up_to_rounding(
     paths: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task = tt.build_task(TINY, NAMES)
-    answers = []
+    answers, features = [], []
     for device in (False, True):
         monkeypatch.setattr(streams, "on_device", lambda *_, device=device: device)
-        session = tt.Session(task, "dpe", encoder=TINY, views=4, seed=5)
+        seen: list[torch.Tensor] = []
+        keep = [lambda image, seen=seen: seen.append(image.views)]
+        session = tt.Session(task, "dpe", encoder=TINY, views=4, seed=5, observers=keep)
         answers.append(torch.stack([answer.logits for _, answer in session.run(paths)]))
-    assert_close(answers[0], answers[1], "arithmetic")
+        features.append(torch.stack(seen))
+    assert_close(features[0], features[1], "arithmetic")
+    assert_close(answers[0], answers[1], "stream")  # the logit scale multiplies rounding by 100, and it is fed back
 
 
 # NumPy
