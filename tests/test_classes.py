@@ -77,3 +77,9 @@ def test_prompts_of_classes_that_stay_must_not_change() -> None:
     other = replace(task, text=task.text.flip(0))
     with pytest.raises(tt.InputError, match="must not change"):
         with_classes(session, other)
+
+
+def test_a_session_none_of_whose_classes_stays_starts_from_the_prompts() -> None:
+    task, _, session = learned("dpe", [0, 1, 2], guard=False)
+    changed = with_classes(session, chosen(task, [5, 6]))
+    assert torch.equal(changed.state.text, task.text[[5, 6]]) and changed.state.queue.cost.isinf().all()

@@ -69,14 +69,14 @@ def _moved(
 ) -> Tensor:
     """A tensor of a state for the new classes: `start`, with the old values of the classes that stay."""
     axes = [axis for axis, size in enumerate(small.shape) if large.shape[axis] != size]
+    if not axes:  # the same for any number of classes
+        return was.clone()
     values = was
     for axis in axes:
-        values = values.index_select(axis, torch.tensor(old_rows, device=was.device))
-    if not axes or not new_rows:
-        return was.clone() if not axes else start.clone()
+        values = values.index_select(axis, torch.tensor(old_rows, dtype=torch.long, device=was.device))
     result = start.clone()
     places = [
-        torch.tensor(new_rows, device=was.device) if axis in axes else torch.arange(size, device=was.device)
+        torch.tensor(new_rows if axis in axes else range(size), dtype=torch.long, device=was.device)
         for axis, size in enumerate(start.shape)
     ]
     result[torch.meshgrid(*places, indexing="ij")] = values
