@@ -102,8 +102,9 @@ def _operations(app: FastAPI, service: Service, gate: Gate) -> None:
 
 def _pages(app: FastAPI) -> None:
     """The page and its files, read once: a request names one of them and never a path."""
-    folder = resources.files("testtime.serve") / "page"
+    folder, shared = resources.files("testtime.serve") / "page", resources.files("testtime.report") / "assets"
     files = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
+    files["tokens.css"] = (shared / "tokens.css").read_bytes()  # colours and sizes are those of the reports
 
     def answer(request: Request, name: str, content: bytes) -> Response:
         tag = f'"{sha256(content).hexdigest()[:16]}"'
