@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -77,18 +78,18 @@ class Learning:
         """The answers to images in order, after they are in the log; with `learning` off, nothing is learned."""
         answers: list[dict[str, Any]] = []
         events: list[Event] = []
-        learned = [work.views for work in works if learning and work.learn]
-        kept = torch.stack(learned).cpu() if learned else ()  # one read from a GPU
         for learn, group in _runs(works, learning):
             if not learn:
                 predictions = [self.session.peek(work.views) for work in group]
                 answers += [_answer(*each, None, "predict only") for each in _with_best(group, predictions)]
                 continue
-            predictions = self.session.replay_all([work.views for work in group], group[0].index)
-            for work, prediction, best in _with_best(group, predictions):
+            features = torch.stack([work.views for work in group])
+            predictions = self.session.replay_all(features, group[0].index)
+            rows = zip(_with_best(group, predictions), features.cpu().numpy(), strict=True)  # one read from a GPU
+            for (work, prediction, best), views in rows:
                 number = self.number + len(events) + 1
                 answer = _answer(work, prediction, best, number, _rule(prediction))
-                events.append(_image(number, work, answer, kept[len(events)]))
+                events.append(_image(number, work, answer, views))
                 answers.append(answer)
         began = time.perf_counter()
         if events:
@@ -163,7 +164,7 @@ class Learning:
         """Go on with other classes, those of a task."""
         session = with_classes(self.session, task)
         detail = {"classes": list(task.classnames), "added": list(added), "removed": list(removed)}
-        views = packed(task.text)
+        views = packed(task.text.cpu().numpy())
         self._switch(
             session, self.number, Event(self.number + 1, "classes", now(), detail=json.dumps(detail), views=views)
         )
@@ -389,7 +390,7 @@ def _rule(prediction: Prediction) -> str:
     return "" if prediction.learned else NOTHING
 
 
-def _image(number: int, work: Work, answer: dict[str, Any], views: Tensor) -> Event:
+def _image(number: int, work: Work, answer: dict[str, Any], views: np.ndarray) -> Event:
     return Event(
         number, "image", now(), key=work.key, position=work.index, name=work.name, sha256=work.sha256,
         label=answer["label"], zero_shot=answer["zero_shot"], entropy=answer["entropy"], learned=answer["learned"],
