@@ -7,11 +7,14 @@ cannot be written, what was learned since the last commit is forgotten.
 from __future__ import annotations
 
 import json
+import logging
 import math
+import sqlite3
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,6 +33,7 @@ RECENT = 200  # images in the running numbers
 SPREAD = 8  # automatic snapshots that are kept, spread over the images whose features are kept
 NOTHING = "method: nothing to learn"  # the rule of images that the guard let pass
 
+log = logging.getLogger("testtime.serve")
 Load = Callable[[str], Session]  # the session in a state file
 
 
@@ -57,7 +61,8 @@ class Learning:
         self.store, self.stream, self.settings, self._load = store, stream, settings, load
         self._session, self._lock = session, threading.Lock()
         self.number = store.last_number(stream)
-        self._snapshot_at = store.snapshots(stream)[-1].number  # an event with a snapshot, the last or one before it
+        self._snapshot_at = store.snapshots(stream)[-1].number  # the event of the last automatic one, or near it
+        self._saving: Future[None] | None = None  # a snapshot that is being written
         self.seconds_writing = 0.0  # of the last images
         self.alarms: list[int] = []
         self._entropies: deque[float] = deque(maxlen=RECENT)
@@ -171,11 +176,11 @@ class Learning:
 
     # Snapshots, and going back
 
-    def snapshot(self, title: str = "", automatic: bool = False) -> Snapshot:
+    def snapshot(self, title: str = "") -> Snapshot:
         """Keep the state as it is now."""
         file = self.store.write_state(self.session)
         with self.store.transaction():
-            return self.store.add_snapshot(self.stream, self.number, title, automatic, self.session.count, file)
+            return self.store.add_snapshot(self.stream, self.number, title, False, self.session.count, file)
 
     def delete_snapshot(self, snapshot: int) -> None:
         """Delete a snapshot that someone took; automatic ones are needed."""
@@ -326,12 +331,30 @@ class Learning:
     # Retention
 
     def _snapshot_if_due(self) -> None:
-        """A snapshot when enough images have passed since the last; old features, rows and snapshots go."""
-        if self.number - self._snapshot_at < self.settings.snapshot_every:
-            return
-        self._snapshot_at = self.snapshot(automatic=True).number
+        """Start a snapshot when enough images have passed since the last; another thread writes it meanwhile."""
+        due = self.number - self._snapshot_at >= self.settings.snapshot_every
+        if due and (self._saving is None or self._saving.done()):
+            self._snapshot_at = self.number
+            self._saving = self.store.saver.submit(self._save, self.session.fork(), self.number)
+
+    def wait_until_saved(self) -> None:
+        """Wait for a snapshot that is being written."""
+        if self._saving is not None:
+            self._saving.result()
+
+    def _save(self, session: Session, number: int) -> None:
+        """Keep the state after an event; old features, rows and snapshots go."""
+        try:
+            file = self.store.write_state(session)
+            with self.store.transaction():
+                self.store.add_snapshot(self.stream, number, "", True, session.count, file)
+            self._drop_old(number)
+        except (sqlite3.Error, OSError) as error:
+            log.error("a snapshot could not be written; the log is complete without it: %s", error)
+
+    def _drop_old(self, number: int) -> None:
         snapshots = self.store.snapshots(self.stream)
-        window = self.number - self.settings.keep_images
+        window = number - self.settings.keep_images
         base = [snapshot for snapshot in snapshots if snapshot.number <= max(window, snapshots[0].number)][-1]
         automatic = [snapshot for snapshot in snapshots if snapshot.automatic]
         inside = [snapshot for snapshot in automatic if snapshot.number >= base.number]
@@ -340,7 +363,7 @@ class Learning:
             gone += inside[1:-1:2]
         with self.store.transaction():
             self.store.drop_snapshots(gone)
-            self.store.drop_old(self.stream, base.number, min(base.number, self.number - self.settings.keep_log))
+            self.store.drop_old(self.stream, base.number, min(base.number, number - self.settings.keep_log))
         self.store.remove_states(snapshot.file for snapshot in gone)
 
 

@@ -19,6 +19,7 @@ import struct
 import threading
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -138,6 +139,7 @@ class Store:
         self._held = contextlib.ExitStack()
         self._held.enter_context(files.locked(folder / DATABASE))
         self._lock = threading.RLock()  # of the one connection that writes
+        self.saver = ThreadPoolExecutor(1, "testtime-saver")  # writes states while images go on
         self._readers = threading.local()  # a connection for each thread that reads: reading waits for no write
         self._open_readers: list[sqlite3.Connection] = []
         try:
@@ -162,6 +164,7 @@ class Store:
 
     def close(self) -> None:
         """Close the database and let another process use the folder."""
+        self.saver.shutdown()
         with self._lock:
             for connection in (*self._open_readers, self._base):
                 connection.close()
