@@ -97,7 +97,8 @@ class Pool:
                 self.given[actor] = 0
                 self.deaths.pop(None, None)
             else:
-                self.given[actor] -= 1
+                if actor in self.given:  # or else it has died since
+                    self.given[actor] -= 1
                 results[number] = result
                 del self.pieces[number]
 
