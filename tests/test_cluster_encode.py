@@ -10,8 +10,10 @@ import os
 import signal
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
+import pyarrow.parquet
 import pytest
 import torch
 from small_data import make_folders
@@ -27,7 +29,7 @@ from testtime.errors import ImageError, InputError, MissingPart
 from testtime.types import ViewPlan
 
 ray = pytest.importorskip("ray")
-IMAGES = None if os.environ.get("TESTTIME_TESTS_ALL_IMAGES") else 240
+IMAGES = None if os.environ.get("TESTTIME_TESTS_ALL_IMAGES") else 160
 PLAN = ViewPlan(2, seed=5)
 SHARD = 50
 # Ray leaves sockets of its own open, which are found whenever memory is next collected
@@ -171,6 +173,23 @@ def test_images_that_cannot_be_read_are_reported_as_by_the_local_command(cluster
     assert contents(tmp_path / "ray") == contents(tmp_path / "local")
     with pytest.raises(ImageError, match=paths[2].name):
         encoding.encode(encoder, task, paths, tmp_path / "strict", PLAN, shard=5, streamed=on_ray(1))
+
+
+def test_archives_tables_and_urls_are_read_by_the_tasks(cluster, encoder, task, tmp_path) -> None:
+    images = make_folders(tmp_path / "images")
+    with tarfile.open(tmp_path / "shard.tar", "w") as tar:
+        for path in sorted(images.rglob("*.png")):
+            tar.add(path, f"{path.parent.name}-{path.name}")
+    stored = [{"bytes": path.read_bytes(), "path": None} for path in sorted(images.rglob("*.png"))]
+    pyarrow.parquet.write_table(pyarrow.table({"image": stored}), tmp_path / "rows.parquet", row_group_size=5)
+    for source in (tmp_path / "shard.tar", tmp_path / "rows.parquet", images.as_uri()):
+        paths = open_dataset(source).paths
+        made = {}
+        for name, streamed in {"local": encoding.stream, "ray": on_ray(1)}.items():
+            out = tmp_path / f"{Path(str(source)).name}-{name}"
+            assert encoding.encode(encoder, task, paths, out, PLAN, shard=5, streamed=streamed) == 12
+            made[name] = contents(out)
+        assert made["ray"] == made["local"], source
 
 
 def test_an_encoder_that_workers_cannot_load_is_an_error_that_names_it(cluster, encoder, paths) -> None:
