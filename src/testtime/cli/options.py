@@ -98,7 +98,8 @@ Images = Annotated[
     typer.Argument(
         metavar="IMAGES",
         help="A folder, a quoted glob pattern, a .txt list of paths, an image or a video, or - for paths on standard "
-        "input; a CSV, .tar shards or a saved dataset; or a benchmark's name with --root.",
+        "input; a CSV, .tar shards or a saved dataset; a URL such as s3://bucket/photos; or a benchmark's name with "
+        "--root.",
         autocompletion=benchmarks_with_root,
     ),
 ]
@@ -191,6 +192,14 @@ Device = Annotated[
     str,
     typer.Option(
         "--device", metavar="NAME", help="cpu, cuda, cuda:1, mps (an Apple GPU) or auto.", autocompletion=_devices
+    ),
+]
+On = Annotated[
+    str | None,
+    typer.Option(
+        "--on",
+        metavar="ray[:ADDRESS]",
+        help="Run on Ray: the cluster at ADDRESS or of RAY_ADDRESS, or else Ray on this machine.",
     ),
 ]
 Limit = Annotated[int | None, typer.Option("--limit", help="Stop after this many images.")]
