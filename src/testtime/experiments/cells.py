@@ -47,7 +47,10 @@ def run_labs(work: Sequence[tuple[Lab, Sequence[Cell]]], alone: bool = False) ->
     each has its own time and memory, and a cell that was run side by side is run again.
     """
     runs = [_Run(lab, cells, alone) for lab, cells in work]
-    executor = in_order if alone or not work else work[0][0].executor  # a plan's, the same for all its labs
+    executor = work[0][0].executor if work else in_order  # a plan's, the same for all its labs
+    if alone and executor is not in_order:
+        executor = in_order  # of other machines, or beside other cells, times could not be compared
+        work[0][0].report("times are measured: cells run on this machine, one after another")
     for (run, numbers), ran in executor(job for each in runs for job in each.jobs()):
         run.keep(numbers, ran)
     return [[run.results[number] for number in range(len(run.cells))] for run in runs]
