@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import pickle
 import shutil
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +39,17 @@ from testtime.types import InputError, MissingPart
 
 ray = pytest.importorskip("ray")
 Cli = Callable[..., Outcome]
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # Ray's own
 METHODS = "zeroshot,tda,dpe,tpt"
+
+
+@contextmanager
+def rays_own_sockets() -> Iterator[None]:
+    """Collect the sockets that Ray leaves open as it looks for free ports, without their warnings, errors here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        yield
+        gc.collect()
 
 
 @pytest.fixture(scope="module")
@@ -46,14 +59,16 @@ def cluster() -> Iterator[None]:
     from ray.cluster_utils import Cluster
 
     node = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
-    nodes = Cluster(initialize_head=True, head_node_args=node | {"include_dashboard": False})
-    nodes.add_node(**node)
-    ray.init(address=nodes.address, log_to_driver=False, configure_logging=False)
+    with rays_own_sockets():
+        nodes = Cluster(initialize_head=True, head_node_args=node | {"include_dashboard": False})
+        nodes.add_node(**node)
+        ray.init(address=nodes.address, log_to_driver=False, configure_logging=False)
     cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
     yield
     cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
-    ray.shutdown()
-    nodes.shutdown()
+    with rays_own_sockets():
+        ray.shutdown()
+        nodes.shutdown()
 
 
 @pytest.fixture
