@@ -1,1 +1,1 @@
-"""Past one machine: what runs on a cluster, and what it would cost. Only modules in here import Ray, and only when used."""
+"""Past one machine: what runs on a cluster, and what it costs. Only modules in here import Ray, and only when used."""

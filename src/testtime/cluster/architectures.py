@@ -36,7 +36,7 @@ def tower(model: str) -> Tower:
     if config is None:
         like = closest(name, open_clip.list_models()) or "ViT-B-16"
         raise InputError(
-            f"--model {model}: not a model of open_clip. Did you mean '{like}'? For another encoder, measure it: --here."
+            f"--model {model}: not a model of open_clip. Did you mean '{like}'? Other encoders need --here."
         )
     vision, dim = config["vision_cfg"], config["embed_dim"]
     if "timm_model_name" in vision or vision.get("attentional_pool"):
@@ -55,8 +55,9 @@ def _vit(vision: Mapping[str, Any], dim: int) -> tuple[float, float, float]:
     block = 4 * width**2 + 2 * width * hidden  # queries, keys, values, output; the two of the MLP
     embedding = 3 * patch**2 * width
     flops = 2 * layers * (tokens * block + 2 * tokens**2 * width) + 2 * patches * embedding + 2 * width * dim
+    weights = layers * block + embedding + tokens * width + width * dim
     # the residual stream, its normalised copy, then queries, keys and values with the output, or the hidden layer
-    return flops, layers * block + embedding + tokens * width + width * dim, tokens * (2 * width + max(4 * width, hidden))
+    return flops, weights, tokens * (2 * width + max(4 * width, hidden))
 
 
 def _resnet(vision: Mapping[str, Any], dim: int) -> tuple[float, float, float]:

@@ -1,8 +1,8 @@
 """What one image costs each stage: measured figures, with where each comes from, and how others are scaled from them.
 
-`stages.json` holds every figure with its machine, command, date and file. A model that was not measured is scaled by its
-floating point operations, at the utilisation of the measured model most like it; a GPU that was not measured by its
-published peak alone, which is an estimate.
+`stages.json` holds every figure with its machine, command, date and file. A model that was not measured is scaled by
+its floating point operations, at the utilisation of the measured model most like it; a GPU that was not measured by
+its published peak alone, which is an estimate.
 """
 
 from __future__ import annotations

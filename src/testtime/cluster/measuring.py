@@ -1,8 +1,8 @@
 """The stages measured on this machine, with the code that encodes: `testtime plan --here`.
 
-On a CPU, threads take images from file to features as `testtime encode` does, and each notes the time of every stage, so
-that the figures hold with all cores busy. On a GPU, files are read by as many threads as a stream uses, and views and
-encoding are timed with the GPU idle before and after.
+On a CPU, threads take images from file to features as `testtime encode` does, and each notes the time of every stage,
+so that the figures hold with all cores busy. On a GPU, files are read by as many threads as a stream uses, and views
+and encoding are timed with the GPU idle before and after.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ def _idle(call: Callable[[], object], seconds: float) -> float:
 
 def _write_rate(encoder: Encoder, plan: ViewPlan, dtype: str, folder: Path) -> float:
     """Bytes per second at which a shard is written, the second of two."""
-    kind, text = DTYPES[dtype], unit(torch.ones(1, encoder.dim))
+    kind, text = DTYPES[dtype], unit(torch.ones(2, encoder.dim))
     images = max(1, WRITTEN // (plan.count * encoder.dim * kind.itemsize))
     rows = unit(torch.randn(images, plan.count, encoder.dim)).to(kind)
     for number in range(2):

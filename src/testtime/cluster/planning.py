@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from testtime.cluster.figures import ESTIMATE, Figures, published
+from testtime.cluster.figures import ESTIMATE, Figures, published, stages
 from testtime.errors import InputError
 
 BYTES = {"float16": 2, "float32": 4}
@@ -128,6 +128,11 @@ class Estimate:
         """GPU memory of a worker: the model, and the activations of one launch."""
         launch = max(64, self.job.views)
         return self.figures.weights + launch * self.figures.activations if self.figures.on_gpu else 0.0
+
+
+def node_mtbf() -> float:
+    """Hours between failures of one node, as published."""
+    return float(stages()["failures"]["node_mtbf_hours"])
 
 
 def loads(job: Job, cluster: Cluster, figures: Figures) -> tuple[Load, ...]:

@@ -2,10 +2,10 @@
 
 Workers take blocks of shards from one list. Each stage of a worker is a process: blocks are read from the storage
 (shared, first come, first served); prepared, that is, decoded by the worker's share of the cores while views are drawn;
-encoded, with their views made; and written, by the worker and to the storage. Queues between stages are bounded: a stage
-that is done waits until the next one takes its block. Some workers are slow. When a worker or a node fails, finished
-shards are kept and the rest of its blocks goes back to the list; it returns after its repair and start-up. The run ends
-when every image is written.
+encoded, with their views made; and written, by the worker and to the storage. Queues between stages are bounded: a
+stage that is done waits until the next one takes its block. Some workers are slow. When a worker or a node fails,
+finished shards are kept and the rest of its blocks goes back to the list; it returns after its repair and start-up. The
+run ends when every image is written.
 
 Randomness comes from the seed alone. Blocks hold many shards at first and fewer towards the end, down to one, so that a
 run of any size takes a moment and its end is as fine as the real one.
@@ -108,9 +108,7 @@ def _blocks(job: Job, workers: int) -> Iterator[_Block]:
 
 
 class _Run:
-    def __init__(
-        self, job: Job, cluster: Cluster, figures: Figures, noise: random.Random, stragglers: float
-    ) -> None:
+    def __init__(self, job: Job, cluster: Cluster, figures: Figures, noise: random.Random, stragglers: float) -> None:
         self.job, self.cluster, self.figures, self.random = job, cluster, figures, noise
         self.now, self.number, self.failures, self.repeated = 0.0, 0, 0, 0.0
         self.events: list[tuple[float, int, Process, Any]] = []
