@@ -1,6 +1,6 @@
 """`testtime plan --here` against real runs of `testtime encode`, on this machine.
 
-    python benchmarks/plan_check.py ../shared/data/caltech-101 [--repeats 3] [--only tiny,offline,ViT-B-16] [--json FILE]
+    python benchmarks/plan_check.py ../shared/data/caltech-101 [--repeats 3] [--only tiny,offline] [--json FILE]
 
 Half of the images measure the stages, the other half is encoded. Measuring and encoding alternate, so that both see the
 same neighbours; each round compares the two that follow one another. Predicted and real are wall-clock seconds of the
@@ -109,8 +109,8 @@ def main(arguments: list[str] | None = None) -> int:
             worst = max(worst, abs(ratio - 1))
             found[f"{case.model}, {case.images} images, {case.views} views"] = rounds
             each = ", ".join(f"{r['ratio']:.2f}" for r in rounds)
-            print(f"{case.model:<10} {case.images:>6} {case.views:>5} {predicted:>8.1f} s {real:>6.1f} s  {ratio:.2f} ({each})",
-                  flush=True)  # fmt: skip
+            shown = f"{predicted:>8.1f} s {real:>6.1f} s  {ratio:.2f} ({each})"
+            print(f"{case.model:<10} {case.images:>6} {case.views:>5} {shown}", flush=True)
     print(f"largest median error: {100 * worst:.0f} %; target: within {100 * TARGET:.0f} %")
     if options.json:
         machine = {"machine": platform.machine(), "cores": os.cpu_count(), "load": os.getloadavg()}

@@ -107,6 +107,7 @@ def plan(
     from testtime.cluster.simulation import spread
     from testtime.encoding.encode import DTYPES
     from testtime.experiments.tables import markdown
+    from testtime.machine.devices import find_device
     from testtime.registry import unknown
     from testtime.types import ViewPlan
 
@@ -126,11 +127,11 @@ def plan(
         raise InputError("--sample needs --here: without it, nothing is measured.")
     if as_json and as_markdown:
         raise InputError("--json and --markdown: give one of the two.")
+    if here and gpus and find_device(device).type == "cpu":
+        raise InputError(f"--gpus {gpus} with --here: this machine encodes on its CPU; leave it out.")
     if here:
         figures, dim, threads = _measured(model, kinds, dtype, device, sample, seconds)
         gpu = "GPU like this" if figures.on_gpu else ""
-        if gpus and not figures.on_gpu:
-            raise InputError(f"--gpus {gpus} with --here: this machine encodes on its CPU; leave it out.")
         machines = nodes or 1
         found_gpus, found_cores = (gpus or machines) if figures.on_gpu else 0, cores or threads
     else:
@@ -143,7 +144,8 @@ def plan(
         count, views, dim, augmix, dtype, image_bytes or (figures.image_bytes if here else figure("image_bytes")), shard
     )
     cluster = planning.Cluster(
-        machines, found_cores, found_gpus, *(planning.GBIT * (rate or math.inf) for rate in (read_gbps, write_gbps)),
+        machines, found_cores, found_gpus,
+        read=planning.GBIT * (read_gbps or math.inf), write=planning.GBIT * (write_gbps or math.inf),
         node_mtbf=mtbf or planning.node_mtbf(), worker_mtbf=worker_mtbf or math.inf, repair=60 * repair,
     )  # fmt: skip
     found = planning.estimate(job, cluster, figures)

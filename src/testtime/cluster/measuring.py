@@ -62,25 +62,20 @@ def measure(
         on_gpu = on_device(encoder, plan.augmix)
         threads = max(2, min(READERS, os.cpu_count() or 1)) if on_gpu else torch.get_num_threads()
         stages = (_on_gpu if on_gpu else _on_cpu)(encoder, paths, plan, threads, seconds)
-        written = _write_rate(encoder, plan, dtype, Path(scratch))
-        start = _startup(model, encoder, paths[0], plan, device, Path(scratch))
-    return (
-        Figures(
+        figures = Figures(
             image_bytes=sum(os.path.getsize(path) for path in paths) / len(paths),
             read=stages["read"],
             decode=stages["decode"],
-            write=written,
-            startup=start,
+            write=_write_rate(encoder, plan, dtype, Path(scratch)),
+            startup=_startup(model, paths[0], device, Path(scratch)),
             on_gpu=on_gpu,
-            draw=stages["draw"] / plan.count if on_gpu else 0.0,
+            draw=stages["draw"] / plan.count,
             views=stages["views"] / plan.count,
             encode=stages["encode"] / plan.count,
             weights=_weight_bytes(encoder),
             notes=() if sample else ("the photographs measured are synthetic; --sample FOLDER measures yours",),
-        ),
-        encoder,
-        threads,
-    )
+        )
+    return figures, encoder, threads
 
 
 def _encoder(model: str, device: str) -> Encoder:
@@ -210,15 +205,14 @@ def _write_rate(encoder: Encoder, plan: ViewPlan, dtype: str, folder: Path) -> f
     return rows.nbytes / seconds
 
 
-def _startup(model: str, encoder: Encoder, image: Path, plan: ViewPlan, device: str, folder: Path) -> float:
-    """Seconds of `testtime encode` for one image, less that image."""
-    if encoder.name != model or model in open_clip.list_models():  # random weights, which no command loads
-        began = time.perf_counter()
+def _startup(model: str, image: Path, device: str, folder: Path) -> float:
+    """Seconds of `testtime encode` for one image; with random weights, which no command loads, of making the model."""
+    began = time.perf_counter()
+    if model in open_clip.list_models():
         _encoder(model, device)
         return time.perf_counter() - began
-    words = ["encode", image, "--classes", "cat,dog", "--encoder", model, "--views", 1, "--device", device]
+    words = ["encode", image, "--classes", "cat,dog", "--encoder", model, "--device", device]
     words += ["--out", folder / "one.safetensors"]
-    began = time.perf_counter()
     done = subprocess.run([sys.executable, "-m", "testtime", *map(str, words)], capture_output=True, text=True)
     if done.returncode:
         raise InputError(f"'testtime encode' failed here: {done.stderr.strip()[-300:]}")

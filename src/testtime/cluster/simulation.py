@@ -28,7 +28,7 @@ from testtime.cluster.planning import Cluster, Job, busy, loads
 QUEUE = 0  # blocks that wait between two stages of a worker, beside the one in each
 BLOCKS = 16  # that each worker could take of what is left; more take longer to simulate and change little
 SLOWDOWN = 2.0  # a straggler's time over that of the others
-RUNS = 40
+RUNS = 20
 
 # a process yields seconds to wait, a queue to take from, or a queue and what to put into it
 Process: TypeAlias = Generator[Any, Any, None]
