@@ -137,20 +137,28 @@ def test_half_the_views_halve_the_time_and_the_features_and_float32_doubles_only
     assert wide.job.feature_bytes == 2 * whole.job.feature_bytes == 4 * half.job.feature_bytes
 
 
-def test_shards_are_whole() -> None:
-    even, odd = (estimate(replace(BILLION, images=n), CLUSTER, LARGE).quiet_seconds for n in (64_000, 65_000))
-    assert odd - LARGE.startup > 1.9 * (even - LARGE.startup)  # one more shard, for which the others wait
+def test_tasks_are_whole() -> None:
+    job = replace(BILLION, images=64 * BILLION.task_images, shard=1)
+    even, odd = (estimate(replace(job, images=n), CLUSTER, LARGE).quiet_seconds for n in (job.images, job.images + 16))
+    assert odd - LARGE.startup == pytest.approx(2 * (even - LARGE.startup), rel=0.01)  # one more, and the others wait
 
 
-def test_failures_cost_the_shards_in_progress_and_the_repair() -> None:
+def test_one_thread_writes_however_many_gpus_there_are() -> None:
+    few, many = (estimate(BILLION, replace(CLUSTER, gpus=n, nodes=n // 8), LARGE) for n in (64, 256))
+    assert (few.binding.stage, many.binding.stage) == ("encode", "write")
+    assert many.pace == BILLION.feature_bytes / LARGE.write
+
+
+def test_failures_cost_the_tasks_in_progress_and_the_repair() -> None:
     quiet = estimate(BILLION, CLUSTER, LARGE)
     failing = estimate(BILLION, replace(CLUSTER, node_mtbf=100.0), LARGE)
     assert quiet.failures == quiet.lost_seconds == 0
     assert failing.failures == pytest.approx(8 * failing.seconds / 3600 / 100)
-    assert failing.retried_shards == pytest.approx(8 * failing.failures)  # a node has eight workers
+    assert failing.repeated_tasks == pytest.approx(8 * failing.failures)  # a node has eight workers
+    assert failing.restarts == pytest.approx(failing.failures / 8)  # of the command's own machine
     assert failing.seconds - failing.quiet_seconds == pytest.approx(failing.lost_seconds / 64)
-    with pytest.raises(InputError, match="smaller shards"):
-        estimate(replace(BILLION, shard=10**8), replace(CLUSTER, node_mtbf=1.0), LARGE)
+    with pytest.raises(InputError, match="fail less often"):
+        estimate(BILLION, replace(CLUSTER, node_mtbf=0.1), LARGE)
 
 
 # The simulation
@@ -256,7 +264,7 @@ def test_markdown_has_a_table_for_each_part(cli) -> None:
         (("--images", "10", "--repair", "-1"), "--repair -1"),
         (("--images", "10", "--json", "--markdown"), "give one of the two"),
         (("--images", "10", "--sample", "photos"), "--sample needs --here"),
-        (("--images", "10", "--model", "ViT-e-14", "--gpu", "t4", "--mtbf", "0.001"), "smaller shards"),
+        (("--images", "10", "--model", "ViT-e-14", "--gpu", "t4", "--mtbf", "0.001"), "fail less often"),
         (("--images", "10", "--here", "--gpus", "2", "--model", "tiny", "--device", "cpu"), "on its CPU"),
     ],
 )

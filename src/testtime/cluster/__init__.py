@@ -1,1 +1,1 @@
-"""Past one machine: what runs on a cluster, and what it costs. Only modules in here import Ray, and only when used."""
+"""Past one machine, on Ray: only this subpackage imports it, and only once a command is asked to run there."""

@@ -2,10 +2,11 @@
 
     read -> decode -> views -> encode -> write
 
-Stages work at the same time, on resources: the storage, the CPU cores, each worker's Python thread, the GPUs. A
-resource is busy for the sum of its stages, and the busiest one sets the pace. Shards are whole, so the last one may
-leave workers idle; start-up comes before, and the last write after. Failures cost the shards in progress, and the
-time until a node and its workers are back.
+Stages work at the same time, on resources: the storage, the CPU cores, each worker's Python thread, the GPUs, and the
+one thread that writes, on the machine of the command, to which all features return. A resource is busy for the sum of
+its stages, and the busiest one sets the pace. Workers take tasks of some images; tasks are whole, so the last ones may
+leave workers idle. Start-up comes before, and the last write after. Failures cost the tasks in progress, and the time
+until a node and its workers are back.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ CORES_PER_GPU = 16  # as on the machine that was measured
 GPUS_PER_NODE = 8
 HOST_BYTES = 3e9  # of a worker: Python, torch, CUDA and 1 GiB of decoded images (`stream.DECODED`)
 GBIT = 1e9 / 8
+TASK_VIEWS, TASK_STEP = 1024, 16  # a worker takes images of about so many views together, and so many at least
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,11 @@ class Job:
     @property
     def shard_images(self) -> int:
         return min(self.shard, self.images)
+
+    @property
+    def task_images(self) -> int:
+        """Images that a worker takes together, and that are repeated if it dies."""
+        return min(TASK_STEP * max(1, TASK_VIEWS // self.views // TASK_STEP), self.images)
 
 
 @dataclass(frozen=True)
@@ -85,7 +92,8 @@ class Estimate:
     seconds: float  # in all
     quiet_seconds: float  # if nothing fails
     failures: float  # expected number, of nodes and workers
-    retried_shards: float
+    repeated_tasks: float
+    restarts: float  # expected failures of the command's own machine, after which the command is run again
     lost_seconds: float  # of one worker, summed over the failures
 
     @property
@@ -119,9 +127,13 @@ class Estimate:
 
     @property
     def worker_bytes(self) -> float:
-        """Host memory of a worker: what it always needs, and two shards of features, one of them being written."""
-        model = 0.0 if self.figures.on_gpu else self.figures.weights
-        return HOST_BYTES + model + 2 * self.job.shard_images * self.job.feature_bytes
+        """Host memory of a worker."""
+        return HOST_BYTES + (0.0 if self.figures.on_gpu else self.figures.weights)
+
+    @property
+    def command_bytes(self) -> float:
+        """Memory of the command's own process: two shards of features, one of them being written."""
+        return HOST_BYTES + 2 * self.job.shard_images * self.job.feature_bytes
 
     @property
     def gpu_bytes(self) -> float:
@@ -146,7 +158,7 @@ def loads(job: Job, cluster: Cluster, figures: Figures) -> tuple[Load, ...]:
         Load("views", "worker threads", workers, figures.draw * job.views / workers),
         Load("views", made_by, units, figures.views * job.views / units),
         Load("encode", made_by, units, figures.encode * job.views / units),
-        Load("write", "writer threads", workers, job.feature_bytes / figures.write / workers),
+        Load("write", "writer thread", 1, job.feature_bytes / figures.write),
         Load("write", "storage, writing", 1, job.feature_bytes / cluster.write),
     )
 
@@ -162,27 +174,28 @@ def busy(found: tuple[Load, ...]) -> dict[str, float]:
 def estimate(job: Job, cluster: Cluster, figures: Figures) -> Estimate:
     """The cost of a job, by the closed form."""
     found = loads(job, cluster, figures)
-    resources, workers = busy(found), cluster.workers
-    shards = math.ceil(job.images / job.shard_images)
-    # a worker's own stages for one shard: those of the resources that are divided among the workers
-    own = workers * job.shard_images * max(resources[name] for name in resources if not name.startswith("storage"))
+    resources, workers, shared = busy(found), cluster.workers, ("storage", "writ")
+    tasks = math.ceil(job.images / job.task_images)
+    # the stages of a worker for one task: those of the resources that are divided among the workers
+    task = workers * job.task_images * max(resources[name] for name in resources if not name.startswith(shared))
     writing = job.shard_images * max(job.feature_bytes / figures.write, found[-1].seconds)
-    running = max(job.images * max(resources.values()), math.ceil(shards / workers) * own)
+    running = max(job.images * max(resources.values()), math.ceil(tasks / workers) * task)
     quiet = figures.startup + running + writing
-    lost_by_worker = own / 2 + figures.startup  # half a shard, on average
+    lost_by_worker = task / 2 + figures.startup  # half a task, on average
     lost_by_node = workers / cluster.nodes * (lost_by_worker + cluster.repair)
     node_rate, worker_rate = cluster.nodes / cluster.node_mtbf / 3600, workers / cluster.worker_mtbf / 3600
     share = (node_rate * lost_by_node + worker_rate * lost_by_worker) / workers
     if share >= 1:
         raise InputError(
-            f"Failures cost more time than there is: a shard takes {own / 60:.1f} minutes, and a node is back after "
-            f"{(cluster.repair + figures.startup) / 60:.1f}. Use smaller shards, or machines that fail less often."
+            f"Failures cost more time than there is: one comes every {1 / (node_rate + worker_rate):.0f} s, and a node "
+            f"is back after {cluster.repair + figures.startup:.0f} s. Plan with machines that fail less often."
         )
     seconds = quiet / (1 - share)
     nodes, processes = node_rate * seconds, worker_rate * seconds
     return Estimate(
         job, cluster, figures, found, seconds, quiet, nodes + processes,
-        retried_shards=nodes * workers / cluster.nodes + processes,
+        repeated_tasks=nodes * workers / cluster.nodes + processes,
+        restarts=seconds / 3600 / cluster.node_mtbf,
         lost_seconds=nodes * lost_by_node + processes * lost_by_worker,
     )  # fmt: skip
 

@@ -59,11 +59,12 @@ def _cost(found: Estimate, spread: Spread | None, stragglers: float) -> list[lis
     ]
     if cluster.gpus:
         rows.append(["memory of a GPU, about", size(found.gpu_bytes)])
-    each = found.cluster.workers / cluster.nodes
     rows += [
-        ["memory of a node, about", size(each * found.worker_bytes)],
-        ["failures expected", f"{found.failures:.2g}, {found.retried_shards:.2g} shards again"],
+        ["memory of a node's workers, about", size(cluster.workers / cluster.nodes * found.worker_bytes)],
+        ["memory of the command itself, about", size(found.command_bytes)],
+        ["failures expected, tasks repeated", f"{found.failures:.2g}, {found.repeated_tasks:.2g}"],
         ["their cost", f"{duration(found.seconds - found.quiet_seconds)}, {_hours(found)}"],
+        ["restarts of the command expected", f"{found.restarts:.2g}"],
     ]
     return rows
 
@@ -162,8 +163,10 @@ def costs(found: Estimate) -> dict[str, Any]:
         "write_gbps": found.write_gbps,
         "gpu_bytes": found.gpu_bytes,
         "node_bytes": found.cluster.workers / found.cluster.nodes * found.worker_bytes,
+        "command_bytes": found.command_bytes,
         "failures": found.failures,
-        "retried_shards": found.retried_shards,
+        "repeated_tasks": found.repeated_tasks,
+        "restarts": found.restarts,
         "lost_worker_seconds": found.lost_seconds,
     }
 

@@ -1,13 +1,13 @@
 """A discrete-event simulation of a job: it checks the closed form, and gives the spread of the duration.
 
-Workers take blocks of shards from one list. Each stage of a worker is a process: blocks are read from the storage
+Workers take blocks of tasks from one list. Each stage of a worker is a process: blocks are read from the storage
 (shared, first come, first served); prepared, that is, decoded by the worker's share of the cores while views are drawn;
-encoded, with their views made; and written, by the worker and to the storage. Queues between stages are bounded: a
-stage that is done waits until the next one takes its block. Some workers are slow. When a worker or a node fails,
-finished shards are kept and the rest of its blocks goes back to the list; it returns after its repair and start-up. The
-run ends when every image is written.
+and encoded, with their views made. Their features go to the one thread that writes, and to the storage. Queues between
+stages are bounded: a stage that is done waits until the next one takes its block. Some workers are slow. When a worker
+or a node fails, finished tasks are kept and the rest of its blocks goes back to the list; it returns after its repair
+and start-up. The run ends when every image is written.
 
-Randomness comes from the seed alone. Blocks hold many shards at first and fewer towards the end, down to one, so that a
+Randomness comes from the seed alone. Blocks hold many tasks at first and fewer towards the end, down to one, so that a
 run of any size takes a moment and its end is as fine as the real one.
 """
 
@@ -81,8 +81,8 @@ class _Queue:
 
 
 @dataclass(eq=False)
-class _Storage:
-    """A server for requests in the order of their arrival."""
+class _Server:
+    """What all workers share: it serves requests in the order of their arrival."""
 
     seconds: float  # per image
     free: float = 0.0  # when the last request will be done
@@ -102,9 +102,9 @@ class _Worker:
 def _blocks(job: Job, workers: int) -> Iterator[_Block]:
     left = job.images
     while left:
-        shards = max(1, left // (BLOCKS * workers * job.shard_images))
-        yield _Block(min(left, shards * job.shard_images))
-        left -= min(left, shards * job.shard_images)
+        tasks = max(1, left // (BLOCKS * workers * job.task_images))
+        yield _Block(min(left, tasks * job.task_images))
+        left -= min(left, tasks * job.task_images)
 
 
 class _Run:
@@ -114,10 +114,11 @@ class _Run:
         self.events: list[tuple[float, int, Process, Any]] = []
         self.stopped: set[Process] = set()
         count, found = cluster.workers, busy(loads(job, cluster, figures))
-        self.reading, self.storing = _Storage(found["storage"]), _Storage(found["storage, writing"])
-        # seconds per image of one worker: its share of the cores, its Python thread, its GPU, its writer
-        names = ("CPU cores", "worker threads", "GPUs", "writer threads")
-        cores, draw, gpu, self.writing = (count * found.get(name, 0.0) for name in names)
+        self.reading, self.writing, self.storing = (
+            _Server(found[name]) for name in ("storage", "writer thread", "storage, writing")
+        )
+        # seconds per image of one worker: its share of the cores, its Python thread, its GPU
+        cores, draw, gpu = (count * found.get(name, 0.0) for name in ("CPU cores", "worker threads", "GPUs"))
         self.preparing, self.encoding = (max(cores, draw), gpu) if figures.on_gpu else (0.0, cores)
         slow = [SLOWDOWN if noise.random() < stragglers else 1.0 for _ in range(count)]
         self.nodes = [
@@ -180,7 +181,7 @@ class _Run:
     def _write(self, worker: _Worker, before: _Queue) -> Process:
         while True:
             block = yield before
-            yield block.images * self.writing
+            yield self.writing.delay(self.now, block.images)
             yield self.storing.delay(self.now, block.images)
             del worker.held[block]
             self.left -= block.images
@@ -200,10 +201,10 @@ class _Run:
             yield repair + self.figures.startup
 
     def _return(self, worker: _Worker, block: _Block, began: float) -> None:
-        """Put what is left of a block back on the list; its finished shards are kept."""
+        """Put what is left of a block back on the list; its finished tasks are kept."""
         done = min(1.0, max(0.0, self.now - began) / (block.images * self.encoding * worker.slow or 1.0))
-        shards = math.ceil(block.images / self.job.shard_images)
-        kept = min(int(done * shards), shards - 1) * self.job.shard_images
+        tasks = math.ceil(block.images / self.job.task_images)
+        kept = min(int(done * tasks), tasks - 1) * self.job.task_images
         self.repeated += done * block.images - kept
         self.left -= kept
         self._give(self.todo, _Block(block.images - kept))
