@@ -120,7 +120,7 @@ def test_what_there_is_too_little_of_binds(cluster, stage) -> None:
 
 
 def test_drawing_views_binds_where_the_gpu_is_fast() -> None:
-    found = estimate(BILLION, CLUSTER, replace(LARGE, encode=0.0))
+    found = estimate(BILLION, replace(CLUSTER, gpus=8, nodes=1), replace(LARGE, encode=0.0))
     assert (found.binding.stage, found.binding.resource) == ("views", "worker threads")
 
 
@@ -130,8 +130,9 @@ def test_larger_images_take_as_much_longer_to_read_and_decode() -> None:
 
 
 def test_half_the_views_halve_the_time_and_the_features_and_float32_doubles_only_these() -> None:
-    whole, half = estimate(BILLION, CLUSTER, LARGE), estimate(replace(BILLION, views=32), CLUSTER, LARGE)
-    wide = estimate(replace(BILLION, dtype="float32"), CLUSTER, LARGE)
+    node = replace(CLUSTER, gpus=8, nodes=1)
+    whole, half = estimate(BILLION, node, LARGE), estimate(replace(BILLION, views=32), node, LARGE)
+    wide = estimate(replace(BILLION, dtype="float32"), node, LARGE)
     assert half.seconds == pytest.approx(whole.seconds / 2, rel=1e-3)
     assert wide.seconds == pytest.approx(whole.seconds, rel=1e-3)
     assert wide.job.feature_bytes == 2 * whole.job.feature_bytes == 4 * half.job.feature_bytes

@@ -113,8 +113,9 @@ def remarks(found: Estimate, here: bool) -> list[str]:
     if here:
         lines.append("measured on this machine just now; what else runs on it counts")
     else:
-        source = stages()["sources"]["h200-parts"]
-        lines.append(f"figures marked {MEASURED}: {source['machine']}, {source['date']} ({source['file']})")
+        sources = stages()["sources"].values()
+        dates, where = sorted({each["date"] for each in sources}), ", ".join(each["file"] for each in sources)
+        lines.append(f"figures marked {MEASURED}: one NVIDIA H200, 16 cores, {dates[0]} to {dates[-1]}; {where}")
     if found.cluster.read == float("inf"):
         lines.append("the storage is assumed to keep up; --read-gbps and --write-gbps bound it")
     if not here and found.job.views < 16:
