@@ -1,8 +1,8 @@
 """The files of deploy/ray: Ray accepts its own, the KubeRay file has what the operator requires, commands exist.
 
 Ray ships the schema of its launcher's file. The operator's CRDs are on no package index, so what they require is kept
-here by hand: the required and the known fields of the kinds that we use, from `ray-operator/apis/ray/v1/*_types.go`. Pod
-templates are checked for what Kubernetes requires of them.
+here by hand: the required and the known fields of the kinds that we use, as in `ray-operator/apis/ray/v1/*_types.go`.
+Pod templates are checked for what Kubernetes requires of them.
 """
 
 from __future__ import annotations
