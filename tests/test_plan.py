@@ -120,7 +120,7 @@ def test_what_there_is_too_little_of_binds(cluster, stage) -> None:
 
 
 def test_drawing_views_binds_where_the_gpu_is_fast() -> None:
-    found = estimate(BILLION, replace(CLUSTER, gpus=8, nodes=1), replace(LARGE, encode=0.0))
+    found = estimate(BILLION, replace(CLUSTER, gpus=1, nodes=1), replace(LARGE, encode=0.0))
     assert (found.binding.stage, found.binding.resource) == ("views", "worker threads")
 
 
