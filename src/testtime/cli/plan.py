@@ -187,5 +187,5 @@ def _measured(
     paths = find_images(str(sample)) if sample else []
     paths = paths[:: math.ceil(len(paths) / SAMPLE)] if paths else []  # of all classes
     with waiting(f"measuring {model} on this machine"):
-        figures, encoder, threads = measure(model, plan, dtype, device, paths, Path.cwd(), seconds)
+        figures, encoder, threads = measure(model, plan, dtype, device, paths, seconds)
     return figures, encoder.dim, threads

@@ -50,14 +50,15 @@ Seconds = dict[str, float]  # of each stage, for one image
 
 
 def measure(
-    model: str, plan: ViewPlan, dtype: str, device: str, sample: Sequence[Path], folder: Path, seconds: float
+    model: str, plan: ViewPlan, dtype: str, device: str, sample: Sequence[Path], seconds: float
 ) -> tuple[Figures, Encoder, int]:
     """The figures of this machine, its encoder, and how many threads read or compute; it takes about `seconds`.
 
-    `sample` are image files to read; without any, synthetic photographs are. Features are written to `folder`.
+    `sample` are image files to read; without any, synthetic photographs are. Features are written to the temporary folder,
+    which TMPDIR sets.
     """
     encoder = _encoder(model, device)
-    with tempfile.TemporaryDirectory(prefix=".testtime-plan-", dir=folder) as scratch:
+    with tempfile.TemporaryDirectory(prefix="testtime-plan-") as scratch:
         paths = list(sample) or _photographs(Path(scratch))
         on_gpu = on_device(encoder, plan.augmix)
         threads = max(2, min(READERS, os.cpu_count() or 1)) if on_gpu else torch.get_num_threads()
