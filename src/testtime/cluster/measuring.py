@@ -54,8 +54,8 @@ def measure(
 ) -> tuple[Figures, Encoder, int]:
     """The figures of this machine, its encoder, and how many threads read or compute; it takes about `seconds`.
 
-    `sample` are image files to read; without any, synthetic photographs are. Features are written to the temporary folder,
-    which TMPDIR sets.
+    `sample` are image files to read; without any, synthetic photographs are. Features are written to the temporary
+    folder, which TMPDIR sets.
     """
     encoder = _encoder(model, device)
     with tempfile.TemporaryDirectory(prefix="testtime-plan-") as scratch:
