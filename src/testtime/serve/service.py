@@ -22,7 +22,7 @@ from testtime.guard.settings import Guard
 from testtime.machine.devices import step_device
 from testtime.serve import look
 from testtime.serve.learning import Learning, new_task
-from testtime.serve.pipeline import SLOW, Pipeline, Stream, log
+from testtime.serve.pipeline import SLOW, Live, Pipeline, Stream, log
 from testtime.serve.rows import audit_row, snapshot_row, spec_of
 from testtime.serve.store import Event, Store
 from testtime.serve.telemetry import Telemetry
@@ -40,8 +40,17 @@ class Service:
     """Streams that learn while they serve; see the module. For one event loop."""
 
     def __init__(
-        self, encoder: Encoder, folder: Path, settings: Settings | None = None, telemetry: Telemetry | None = None
+        self,
+        encoder: Encoder,
+        folder: Path,
+        settings: Settings | None = None,
+        telemetry: Telemetry | None = None,
+        *,
+        live: Live | None = None,
+        take_over: bool = False,
     ) -> None:
+        """`live` encodes images as they arrive, by default here; `take_over` is that of the `Store`."""
+        self._live, self._take_over = live, take_over
         self.encoder, self.folder, self.settings = encoder, folder, settings or Settings()
         self.telemetry = telemetry or Telemetry()
         self.ready, self._draining = False, False
@@ -55,8 +64,8 @@ class Service:
         """Open the folder, load the streams, and be ready."""
         self._loop = asyncio.get_running_loop()
         self._helpers = ThreadPoolExecutor(2, "testtime-change")
-        self._store = Store(self.folder)
-        self.pipeline = Pipeline(self.encoder, self._store, self.settings, self.telemetry)
+        self._store = Store(self.folder, self._take_over)
+        self.pipeline = Pipeline(self.encoder, self._store, self.settings, self.telemetry, self._live)
         self.telemetry.watch(lambda: self.ready, lambda: bool(self.read_only))
         for number, name, spec, created in self._store.streams():
             try:
@@ -85,6 +94,11 @@ class Service:
     def read_only(self) -> str:
         """Why nothing can be written; empty if it can."""
         return self.pipeline.read_only
+
+    @property
+    def fenced(self) -> bool:
+        """Whether another process has taken over the folder."""
+        return self._store.fenced
 
     def info(self) -> dict[str, Any]:
         """The service in brief."""
