@@ -193,6 +193,14 @@ Device = Annotated[
         "--device", metavar="NAME", help="cpu, cuda, cuda:1, mps (an Apple GPU) or auto.", autocompletion=_devices
     ),
 ]
+On = Annotated[
+    str | None,
+    typer.Option(
+        "--on",
+        metavar="ray[:ADDRESS]",
+        help="Run on Ray: the cluster at ADDRESS or of RAY_ADDRESS, or else Ray on this machine.",
+    ),
+]
 Limit = Annotated[int | None, typer.Option("--limit", help="Stop after this many images.")]
 Reference = Annotated[
     bool, flag("--reference", help="Run the reference implementation, not a faster one; same answers up to rounding.")
