@@ -30,8 +30,10 @@ from testtime.cluster.encoders import About
 from testtime.cluster.metrics import merged
 from testtime.serve.auth import Rates, Refusal
 from testtime.serve.remote import Bytes, Header, Remote
+from testtime.serve.service import NAME
 from testtime.serve.telemetry import Telemetry
-from testtime.serve.types import NAME, SLOW, ServiceError, Settings
+from testtime.serve.tour import new_name
+from testtime.serve.types import Events, ServiceError, Settings
 
 NAMESPACE = "testtime"
 PATIENCE = 60.0  # seconds for a stream to be moved
@@ -231,34 +233,31 @@ class Streams(Remote):
         for old, spec in (await asyncio.to_thread(streams_in, self._folder)).items():
             if spec.get("tour"):
                 await self.delete(old)
-        name = f"tour-{secrets.token_hex(4)}"
-        return await self.__getattr__("tour")(name)
+        return await self.__getattr__("tour")(new_name())
 
     # Events
 
     @asynccontextmanager
-    async def subscribe(self, name: str) -> AsyncIterator[asyncio.Queue[dict[str, Any]]]:
-        """A queue that receives what happens in a stream; a slow reader misses the oldest."""
-        queue, reader = asyncio.Queue[dict[str, Any]](SLOW), secrets.token_hex(8)
-        await self._take_events(name, reader, queue, wait=False)
+    async def subscribe(self, name: str) -> AsyncIterator[Events]:
+        """What happens in a stream from now on."""
+        events, reader = Events(), secrets.token_hex(8)
+
+        async def take(wait: bool) -> None:
+            for event in await self._ask(name, lambda actor: actor.events.remote(name, reader, wait), "stream"):
+                events.add(event)
 
         async def follow() -> None:
             while True:
-                await self._take_events(name, reader, queue, wait=True)
+                await take(wait=True)
 
+        await take(wait=False)
         following = asyncio.create_task(follow())
         try:
-            yield queue
+            yield events
         finally:
             following.cancel()
             with contextlib.suppress(asyncio.CancelledError, ServiceError):
                 await following
-
-    async def _take_events(self, name: str, reader: str, queue: asyncio.Queue[dict[str, Any]], wait: bool) -> None:
-        for event in await self._ask(name, lambda actor: actor.events.remote(name, reader, wait), "stream"):
-            if queue.full():
-                queue.get_nowait()
-            queue.put_nowait(event)
 
 
 EMPTY = np.empty(0, np.uint8)
