@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
+from testtime.serve.auth import Rates
 from testtime.serve.server import Stoppable, configuration
 from testtime.serve.telemetry import Telemetry
 from testtime.serve.types import ServiceError, StreamSpec, Upload
@@ -21,6 +22,7 @@ class FakeService:
 
     def __init__(self) -> None:
         self.ready, self.read_only, self.telemetry, self.closed = False, "", Telemetry(), False
+        self.rates = Rates()
         self.clear()
 
     def clear(self) -> None:
@@ -38,6 +40,12 @@ class FakeService:
         self.telemetry.watch(lambda: self.ready, lambda: bool(self.read_only))
         self.ready = True
 
+    async def metrics(self) -> bytes:
+        return self.telemetry.text()
+
+    async def spend(self, who: str, rate: float) -> None:
+        self.rates.spend(who, rate)
+
     async def close(self) -> None:
         self.ready, self.closed = False, True
 
@@ -46,13 +54,13 @@ class FakeService:
             raise ServiceError(404, f"No stream {name!r}.")
         return self.specs[name]
 
-    def info(self) -> dict[str, Any]:
+    async def info(self) -> dict[str, Any]:
         return {"version": "0", "encoder": "fake", "device": "cpu", "limits": {}, "methods": ["dpe"], "streams": 0}
 
-    def streams(self) -> list[dict[str, Any]]:
-        return [self.stream(name) for name in self.specs]
+    async def streams(self) -> list[dict[str, Any]]:
+        return [await self.stream(name) for name in self.specs]
 
-    def stream(self, name: str) -> dict[str, Any]:
+    async def stream(self, name: str) -> dict[str, Any]:
         spec = self._check(name)
         count = len(self.seen[name])
         return {
@@ -69,7 +77,7 @@ class FakeService:
             raise ServiceError(409, f"There is a stream {spec.name!r} already.")
         self.specs[spec.name], self.seen[spec.name], self.taken[spec.name] = spec, [], []
         self.telemetry.event(spec.name, "create")
-        return self.stream(spec.name)
+        return await self.stream(spec.name)
 
     async def delete(self, name: str) -> None:
         self._check(name)
@@ -116,7 +124,7 @@ class FakeService:
 
     async def label(self, name: str, image: int, label: str) -> dict[str, Any]:
         self._check(name)
-        self.image(name, image)
+        await self.image(name, image)
         return {"image": image, "label": label, "used": False, "right": True, "zero_shot_right": False}
 
     async def snapshot(self, name: str, title: str = "") -> dict[str, Any]:
@@ -126,7 +134,7 @@ class FakeService:
         self.taken[name].append(taken)
         return taken
 
-    def snapshots(self, name: str) -> list[dict[str, Any]]:
+    async def snapshots(self, name: str) -> list[dict[str, Any]]:
         self._check(name)
         return self.taken[name]
 
@@ -138,21 +146,21 @@ class FakeService:
 
     async def rollback(self, name: str, *, snapshot: int | None = None, before: int | None = None) -> dict[str, Any]:
         self.calls.append(("rollback", name, snapshot, before))
-        return self.stream(name)
+        return await self.stream(name)
 
     async def reset(self, name: str) -> dict[str, Any]:
         self._check(name)
         self.seen[name] = []
-        return self.stream(name)
+        return await self.stream(name)
 
     async def fork(self, name: str, new: str, snapshot: int | None = None) -> dict[str, Any]:
         spec = self._check(name)
         return await self.create(StreamSpec(new, spec.classes))
 
     async def unlearn(self, name: str, image: int) -> dict[str, Any]:
-        self.image(name, image)
+        await self.image(name, image)
         self.calls.append(("unlearn", name, image))
-        return self.stream(name)
+        return await self.stream(name)
 
     async def export(self, name: str, snapshot: int | None = None) -> bytes:
         self._check(name)
@@ -168,14 +176,14 @@ class FakeService:
         spec = self._check(name)
         classes = [each for each in (*spec.classes, *add) if each not in remove]
         self.specs[name] = StreamSpec(name, tuple(classes))
-        return self.stream(name)
+        return await self.stream(name)
 
-    def images(self, name: str, before: int | None = None, limit: int = 50) -> list[dict[str, Any]]:
+    async def images(self, name: str, before: int | None = None, limit: int = 50) -> list[dict[str, Any]]:
         self._check(name)
         numbers = range(min(len(self.seen[name]), (before or 2**53) - 1), 0, -1)
-        return [self.image(name, number) for number in list(numbers)[:limit]]
+        return [await self.image(name, number) for number in list(numbers)[:limit]]
 
-    def image(self, name: str, image: int) -> dict[str, Any]:
+    async def image(self, name: str, image: int) -> dict[str, Any]:
         self._check(name)
         if not 1 <= image <= len(self.seen[name]):
             raise ServiceError(404, f"Stream {name!r} has no image {image}.")
@@ -185,8 +193,8 @@ class FakeService:
             "entropy": 0.5, "learned": True, "reason": "", "guard": None, "thumbnail": False, "detail": {},
         }  # fmt: skip
 
-    def thumbnail(self, name: str, image: int) -> bytes:
-        self.image(name, image)
+    async def thumbnail(self, name: str, image: int) -> bytes:
+        await self.image(name, image)
         return b"\xff\xd8thumbnail"
 
     async def queues(self, name: str) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from typing import Any
 import fuzz_images
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from testtime.images import reading
@@ -84,8 +83,8 @@ def photo(width: int = 60, height: int = 44, seed: int = 0) -> Image.Image:
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
-def array(data: bytes) -> torch.Tensor:
-    return torch.from_numpy(np.array(read_image(data)))
+def array(data: bytes) -> np.ndarray:
+    return np.array(read_image(data))
 
 
 def png_that_claims(width: int, height: int, rows: int = 1) -> bytes:
@@ -142,8 +141,8 @@ def test_pixels_are_those_of_read_image(run: Any) -> None:
         return await asyncio.gather(*(decoder.decode(data) for data in files))
 
     for found, data in zip(use(call, run, processes=2), files, strict=True):
-        assert found.pixels.dtype == torch.uint8 and found.pixels.is_contiguous() and found.thumbnail is None
-        assert torch.equal(found.pixels, array(data))
+        assert found.pixels.dtype == np.uint8 and found.pixels.flags.c_contiguous and found.thumbnail is None
+        assert np.array_equal(found.pixels, array(data))
 
 
 def test_real_photographs_are_decoded_alike(data: Path) -> None:
@@ -151,7 +150,7 @@ def test_real_photographs_are_decoded_alike(data: Path) -> None:
 
     async def call(decoder: Decoder) -> None:
         for file in files:
-            assert torch.equal((await decoder.decode(file)).pixels, array(file))
+            assert np.array_equal((await decoder.decode(file)).pixels, array(file))
 
     use(call)
 
@@ -172,7 +171,7 @@ def test_large_image_is_copied_whole_and_its_shared_memory_freed(monkeypatch: py
         assert not any(decoder._free[0].pixels[:180_000])
         return found
 
-    assert torch.equal(use(call).pixels, array(file))
+    assert np.array_equal(use(call).pixels, array(file))
 
 
 # Files that are damaged, or made to do harm
@@ -202,7 +201,7 @@ def test_mutated_files_of_each_format_give_what_read_image_gives(monkeypatch: py
         except ImageError as error:
             assert isinstance(result, ImageError) and str(result) == str(error)
         else:
-            assert isinstance(result, Decoded) and torch.equal(result.pixels, expected)
+            assert isinstance(result, Decoded) and np.array_equal(result.pixels, expected)
     refused = sum(isinstance(result, ImageError) for result in found)
     assert 20 < refused < 180
 

@@ -16,6 +16,7 @@ from testtime.serve.auth import (
     FILE,
     SCOPES,
     Gate,
+    Rates,
     Refusal,
     add_token,
     bearer,
@@ -38,7 +39,7 @@ class Clock:
 
 def refused(gate: Gate, secret: str | None, scope: str = "predict") -> int:
     with pytest.raises(Refusal) as problem:
-        gate.admit(secret, scope)
+        gate.identify(secret, scope)
     return problem.value.status
 
 
@@ -62,7 +63,7 @@ def test_a_scope_allows_itself_and_those_before_it(tmp_path, scope) -> None:
     gate = Gate(tmp_path, "127.0.0.1")
     for needed in SCOPES:
         if SCOPES.index(needed) <= SCOPES.index(scope):
-            found = gate.admit(gate_for[scope], needed)
+            found = gate.identify(gate_for[scope], needed)
             assert found is not None and found.name == scope
         else:
             assert refused(gate, gate_for[scope], needed) == 403
@@ -76,40 +77,34 @@ def test_no_other_text_is_a_token(tmp_path_factory, text) -> None:
     assert refused(Gate(folder, "127.0.0.1"), text) == 401
 
 
-def test_a_bucket_fills_at_the_token_s_rate(tmp_path) -> None:
+def test_a_bucket_fills_at_the_rate() -> None:
     clock = Clock()
-    secret = add_token(tmp_path, "camera", "learn", rate=4)
-    gate = Gate(tmp_path, "127.0.0.1", clock)
+    rates = Rates(clock)
     for _ in range(4):
-        gate.admit(secret, "learn")
+        rates.spend("camera", 4)
     with pytest.raises(Refusal, match="More than 4 requests a second; wait 0.25 s") as problem:
-        gate.admit(secret, "learn")
+        rates.spend("camera", 4)
     assert problem.value.status == 429 and problem.value.retry_after == pytest.approx(0.25)
+    rates.spend("another", 4)
     clock.now += 0.25
-    gate.admit(secret, "learn")
-    assert refused(gate, secret, "learn") == 429
+    rates.spend("camera", 4)
+    with pytest.raises(Refusal):
+        rates.spend("camera", 4)
     clock.now += 3600
     for _ in range(4):  # no more than one second's worth is saved up
-        gate.admit(secret, "learn")
-    assert refused(gate, secret, "learn") == 429
+        rates.spend("camera", 4)
+    with pytest.raises(Refusal):
+        rates.spend("camera", 4)
 
 
-def test_a_rate_below_one_a_second_still_lets_one_through(tmp_path) -> None:
+def test_a_rate_below_one_a_second_still_lets_one_through() -> None:
     clock = Clock()
-    secret = add_token(tmp_path, "slow", "learn", rate=0.1)
-    gate = Gate(tmp_path, "127.0.0.1", clock)
-    gate.admit(secret, "learn")
-    assert refused(gate, secret) == 429
+    rates = Rates(clock)
+    rates.spend("slow", 0.1)
+    with pytest.raises(Refusal):
+        rates.spend("slow", 0.1)
     clock.now += 10
-    gate.admit(secret, "learn")
-
-
-def test_looking_at_a_token_costs_no_request(tmp_path) -> None:
-    secret = add_token(tmp_path, "slow", "learn", rate=1)
-    gate = Gate(tmp_path, "127.0.0.1", Clock())
-    for _ in range(10):
-        gate.identify(secret, "predict")
-    gate.admit(secret, "learn")
+    rates.spend("slow", 0.1)
 
 
 def test_a_running_service_notices_new_and_revoked_tokens(tmp_path) -> None:
@@ -120,13 +115,13 @@ def test_a_running_service_notices_new_and_revoked_tokens(tmp_path) -> None:
     revoke_token(tmp_path, "first")
     clock.now += 1.1
     assert refused(gate, first) == 401
-    assert gate.admit(second, "learn")
+    assert gate.identify(second, "learn")
 
 
 def test_a_service_that_has_seen_a_token_never_becomes_open(tmp_path) -> None:
     clock = Clock()
     gate = Gate(tmp_path, "127.0.0.1", clock)
-    assert gate.open and gate.admit(None, "admin") is None
+    assert gate.open and gate.identify(None, "admin") is None
     add_token(tmp_path, "first", "admin")
     clock.now += 1.1
     assert refused(gate, None) == 401 and not gate.open
@@ -149,7 +144,7 @@ def test_a_file_that_is_damaged_while_it_runs_changes_nothing(tmp_path) -> None:
     gate = Gate(tmp_path, "127.0.0.1", clock)
     (tmp_path / FILE).write_text("[")
     clock.now += 1.1
-    assert gate.admit(secret, "admin") and refused(gate, None) == 401
+    assert gate.identify(secret, "admin") and refused(gate, None) == 401
 
 
 @pytest.mark.parametrize(
@@ -216,7 +211,7 @@ def test_the_commands_add_list_and_revoke(tmp_path, capsys) -> None:
         return code, printed.out, printed.err
 
     code, secret, _ = run("add", "camera", "--scope", "learn", "--rate", "50")
-    assert code == 0 and Gate(tmp_path, "127.0.0.1").admit(secret.strip(), "learn")
+    assert code == 0 and Gate(tmp_path, "127.0.0.1").identify(secret.strip(), "learn")
     assert "already" in run("add", "camera")[2]
     assert run("add", "other", "--scope", "root")[0] == 2
     assert run("add", "a/b")[0] == 2

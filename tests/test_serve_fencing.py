@@ -133,7 +133,7 @@ def test_a_fenced_service_acknowledges_nothing_and_the_other_goes_on_from_the_lo
         again, new = await newer.answer("pets", [photograph(0), photograph(1)])
         assert again["repeated"] and not new["repeated"]
         assert (new["id"], new["index"]) == (2, 1)
-        assert [row["image"] for row in newer.images("pets")] == ["1", "0"]
+        assert [row["image"] for row in await newer.images("pets")] == ["1", "0"]
         await older.close()
         await newer.close()
 

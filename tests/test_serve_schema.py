@@ -143,14 +143,14 @@ def answered(tmp_path_factory):
                 "Queues": [await service.queues("pets")],
                 "Map": [await service.map("pets")],
                 "LabelResult": [await service.label("pets", 1, "cat")],
-                "SnapshotInfo": [await service.snapshot("pets", "good"), *service.snapshots("pets")],
+                "SnapshotInfo": [await service.snapshot("pets", "good"), *await service.snapshots("pets")],
             }
             streams += [await service.change_classes("pets", add=["fox"]), await service.unlearn("pets", 2)]
-            streams += [await service.rollback("pets", before=3), await service.reset("pets"), *service.streams()]
+            streams += [await service.rollback("pets", before=3), await service.reset("pets"), *await service.streams()]
             state = await service.export("pets")
             streams += [await service.import_state("copy", state), await service.fork("pets", "fork")]
             found["StreamInfo"] = streams
-            found["AuditRow"] = service.images("pets")
+            found["AuditRow"] = await service.images("pets")
             return found
         finally:
             await service.close()

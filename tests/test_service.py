@@ -100,7 +100,7 @@ def test_a_restart_goes_on_bit_for_bit(encoder: Any, tmp_path: Path) -> None:
         await service.answer("pets", uploads(range(10)))
 
     async def second(service: Service) -> None:
-        assert service.stream("pets")["images"] == 10
+        assert (await service.stream("pets"))["images"] == 10
         await service.answer("pets", uploads(range(10, 15)))
         assert same(session_of(service, "pets"), offline(encoder, range(15))[0])
 
@@ -112,7 +112,7 @@ def test_concurrent_requests_are_learned_in_the_order_of_the_log(encoder: Any, t
     async def work(service: Service) -> None:
         await service.create(StreamSpec("pets", CLASSES))
         await asyncio.gather(*(service.answer("pets", uploads([number])) for number in range(20)))
-        order = [int(row["image"].split(".")[0]) for row in reversed(service.images("pets"))]
+        order = [int(row["image"].split(".")[0]) for row in reversed(await service.images("pets"))]
         assert sorted(order) == list(range(20))
         assert same(session_of(service, "pets"), offline(encoder, order)[0])
 
@@ -127,7 +127,7 @@ def test_a_repeated_key_gets_the_first_answer_and_is_learned_once(encoder: Any, 
         answers = [later, *(answer for (answer,) in at_once)]
         assert {answer["id"] for answer in answers} == {1}
         assert sorted(answer["repeated"] for answer in answers) == [False, *[True] * 5]
-        assert service.stream("pets")["images"] == 1
+        assert (await service.stream("pets"))["images"] == 1
 
     serving(encoder, tmp_path, work)
     serving(encoder, tmp_path, lambda service: _still_known(service))
@@ -135,7 +135,7 @@ def test_a_repeated_key_gets_the_first_answer_and_is_learned_once(encoder: Any, 
 
 async def _still_known(service: Service) -> None:
     (answer,) = await service.answer("pets", uploads([1], keys=True))
-    assert answer["repeated"] and service.stream("pets")["images"] == 1
+    assert answer["repeated"] and (await service.stream("pets"))["images"] == 1
 
 
 def test_a_request_that_is_given_up_is_still_learned_once(encoder: Any, tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_a_request_that_is_given_up_is_still_learned_once(encoder: Any, tmp_path
             request.cancel()
         (answer,) = await service.answer("pets", uploads([7], keys=True))
         assert "error" not in answer
-        assert service.stream("pets")["images"] == 1
+        assert (await service.stream("pets"))["images"] == 1
 
     serving(encoder, tmp_path, work)
 
@@ -182,11 +182,11 @@ def test_unlearning_equals_a_stream_without_the_image_and_erases_it(encoder: Any
         later = await service.snapshot("pets", "later")
         await service.label("pets", 3, "cat")
         await service.unlearn("pets", 3)
-        row = service.image("pets", 3)
+        row = await service.image("pets", 3)
         assert not row["live"] and row["sha256"] is None and row["image"] is None and not row["thumbnail"]
-        expected = replayed(service, [row for row in reversed(service.images("pets")) if row["live"]])
+        expected = replayed(service, [row for row in reversed(await service.images("pets")) if row["live"]])
         assert same(session_of(service, "pets"), expected)
-        assert service.stream("pets")["images"] == 7
+        assert (await service.stream("pets"))["images"] == 7
         (again,) = await service.answer("pets", uploads([2], keys=True))
         assert again["status"] == 410  # the key is known, its answer is gone
         await service.rollback("pets", snapshot=later["id"])
@@ -222,7 +222,7 @@ def test_classes_come_and_go_without_loss_of_the_others(encoder: Any, tmp_path: 
     one = serving(encoder, tmp_path, work)
 
     async def again(service: Service) -> None:
-        assert service.stream("pets")["classes"] == ["cat", "fox", "owl", "yak"]
+        assert (await service.stream("pets"))["classes"] == ["cat", "fox", "owl", "yak"]
         assert same(session_of(service, "pets"), one)
 
     serving(encoder, tmp_path, again)
@@ -255,7 +255,7 @@ def test_a_prediction_leaves_no_trace(encoder: Any, tmp_path: Path) -> None:
         (answer,) = await service.answer("pets", uploads([9]), learn=False)
         assert answer["id"] is None and not answer["learned"] and answer["reason"] == "predict only"
         assert same(session_of(service, "pets"), offline(encoder, range(3))[0])
-        assert service.stream("pets")["position"] == 3
+        assert (await service.stream("pets"))["position"] == 3
 
     serving(encoder, tmp_path, work)
 
@@ -293,12 +293,12 @@ def test_a_full_disk_means_predictions_without_learning_until_there_is_room(
         with pytest.raises(ServiceError) as problem:
             await service.change_classes("pets", add=["yak"])
         assert problem.value.status == 507
-        kept = [int(row["image"].split(".")[0]) for row in reversed(service.images("pets"))]
+        kept = [int(row["image"].split(".")[0]) for row in reversed(await service.images("pets"))]
         base.execute("PRAGMA max_page_count = 1000000")
         (answer,) = await service.answer("pets", uploads([40]))
         assert answer["id"] is not None and not service.read_only
         session = tt.Session(tt.build_task(encoder, CLASSES), "dpe", encoder=encoder, guard=True)
-        for number, row in zip([*kept, 40], reversed(service.images("pets")), strict=True):
+        for number, row in zip([*kept, 40], reversed(await service.images("pets")), strict=True):
             session.position = row["index"]
             session.step(Image.open(io.BytesIO(photograph(number))).convert("RGB"))
         assert same(session_of(service, "pets"), session)
@@ -313,7 +313,7 @@ def test_only_so_many_images_wait(encoder: Any, tmp_path: Path) -> None:
         found = await asyncio.gather(*requests, return_exceptions=True)
         refused = [each for each in found if isinstance(each, ServiceError)]
         assert len(refused) == 8 and {(each.status, each.retry_after) for each in refused} == {(429, 1.0)}
-        assert service.stream("pets")["images"] == 4
+        assert (await service.stream("pets"))["images"] == 4
 
     serving(encoder, tmp_path, work, Settings(limits=Limits(waiting=4)))
 
@@ -325,10 +325,10 @@ def test_old_features_and_rows_go_and_the_stream_stays(encoder: Any, tmp_path: P
         await service.create(StreamSpec("pets", CLASSES))
         for number in range(40):
             await service.answer("pets", uploads([number]))
-        rows = service.images("pets", limit=100)
+        rows = await service.images("pets", limit=100)
         assert 16 <= len(rows) <= 24
-        assert len(service.snapshots("pets")) <= 4
-        assert len(list((tmp_path / "states").iterdir())) == len(service.snapshots("pets"))
+        assert len(await service.snapshots("pets")) <= 4
+        assert len(list((tmp_path / "states").iterdir())) == len(await service.snapshots("pets"))
         with pytest.raises(ServiceError, match="too old"):
             await service.unlearn("pets", rows[-1]["id"])
         await service.unlearn("pets", 36)
@@ -348,14 +348,14 @@ def test_late_labels_reach_the_guard_and_the_count(encoder: Any, tmp_path: Path)
         for answer in answers:
             found = await service.label("pets", answer["id"], answer["label"])
             assert found["right"] and found["zero_shot_right"] == (answer["zero_shot"] == answer["label"])
-        assert service.stream("pets")["feedback"]["right"] == 12
+        assert (await service.stream("pets"))["feedback"]["right"] == 12
         with pytest.raises(ServiceError, match="none of the stream's classes"):
             await service.label("pets", 1, "yak")
 
     serving(encoder, tmp_path, work)
 
     async def again(service: Service) -> None:
-        assert service.stream("pets")["feedback"]["labels"] == 12
+        assert (await service.stream("pets"))["feedback"]["labels"] == 12
 
     serving(encoder, tmp_path, again)
 
@@ -374,8 +374,8 @@ def test_a_stream_whose_state_is_damaged_does_not_keep_the_others_from_starting(
             await service.create(StreamSpec(name, CLASSES))
 
     async def again(service: Service) -> None:
-        assert [stream["name"] for stream in service.streams()] == ["zoo"]
-        assert "pets" in service.info()["broken"]
+        assert [stream["name"] for stream in await service.streams()] == ["zoo"]
+        assert "pets" in (await service.info())["broken"]
         with pytest.raises(ServiceError, match="already"):
             await service.create(StreamSpec("pets", CLASSES))
 
@@ -402,7 +402,7 @@ def test_the_page_sees_queues_a_plane_and_events(encoder: Any, tmp_path: Path) -
         assert slots and {slot["image"] for slot in slots} <= set(range(1, 7))
         plane = await service.map("pets")
         assert len(plane["classes"]) == 4 and len(plane["images"]) == 6
-        json.dumps([plane, service.info(), service.streams()])
+        json.dumps([plane, await service.info(), await service.streams()])
 
     serving(encoder, tmp_path, work)
 
@@ -417,12 +417,12 @@ def test_the_tour_feeds_a_stream_of_its_own(encoder: Any, tmp_path: Path, monkey
         await service.create(StreamSpec("tour-of-mine", CLASSES))
         first = await service.tour()
         second = await service.tour()
-        assert {stream["name"] for stream in service.streams()} == {second["name"], "tour-of-mine"}
+        assert {stream["name"] for stream in await service.streams()} == {second["name"], "tour-of-mine"}
         assert first["name"] != second["name"]
         async with service.subscribe(second["name"]) as events:
             while (event := await events.get())["type"] != "tour" or event["images"] < 40:
                 pass
-        assert 0.5 < event["accuracy"] <= 1 and service.stream(second["name"])["images"] == 40
+        assert 0.5 < event["accuracy"] <= 1 and (await service.stream(second["name"]))["images"] == 40
         with pytest.raises(ServiceError, match="is of encoder"):
             await service.answer(second["name"], uploads([1]))
 

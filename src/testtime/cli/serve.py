@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,6 +22,7 @@ tokens = typer.Typer(no_args_is_help=True, help="Make, list and revoke the token
 
 FOLDER = Path("testtime-serve")
 MEGABYTE = 2**20
+FRONTS, DECODERS = 4, 8  # processes beside a GPU
 NEEDED = ("fastapi", "httpx", "prometheus_client", "python_multipart", "uvicorn", "websockets")
 
 Folder = Annotated[
@@ -48,7 +50,15 @@ def serve(
     ] = "text",
     max_batch: Annotated[int, typer.Option("--max-batch", help="Most images that are encoded together.")] = 32,
     deadline: Annotated[int, typer.Option("--deadline", help="Milliseconds that an image waits for others.")] = 2,
-    decoders: Annotated[int, typer.Option("--decoders", help="Processes that decode images.")] = 2,
+    processes: Annotated[
+        int | None,
+        typer.Option(
+            "--processes", help="Processes that speak HTTP; 0: the encoder's own. By default 4 beside a GPU, else 0."
+        ),
+    ] = None,
+    decoders: Annotated[
+        int | None, typer.Option("--decoders", help="Processes that decode images. By default 8 beside a GPU, else 2.")
+    ] = None,
     waiting_images: Annotated[
         int, typer.Option("--waiting", help="Most images accepted and not answered yet; others get 429.")
     ] = 256,
@@ -79,32 +89,47 @@ def serve(
         raise InputError(f"--port {port}: must be from 0 (any free one) to 65535.")
     check_tls(certificate, key)
     settings = settings_of(
-        max_batch=max_batch, deadline=deadline, decoders=decoders, waiting=waiting_images, image_size=image_size,
-        streams=streams, snapshot_every=snapshot_every, keep_images=keep_images,
+        max_batch=max_batch, deadline=deadline, processes=processes, decoders=decoders, waiting=waiting_images,
+        image_size=image_size, streams=streams, snapshot_every=snapshot_every, keep_images=keep_images,
     )  # fmt: skip
     check_folder(folder)
     check_bind(host, folder)
     config.save(context, save_config)
 
     from testtime.encoding.encoders import load_encoder
-    from testtime.serve.app import make_app
-    from testtime.serve.server import bind, configuration, serve_on
+    from testtime.serve.server import bind
     from testtime.serve.service import Service
 
     context.with_resource(locked(folder / "service"))
     listener = context.with_resource(bind(host, port))
     logs.set_up(log_format)
     with waiting(f"loading the encoder {encoder}"):
-        service = Service(load_encoder(encoder, device), folder, settings)
+        loaded = load_encoder(encoder, device)
+    shared = loaded.device.type != "cpu"  # a GPU encodes more than one process can answer
+    processes = (FRONTS if shared else 0) if processes is None else processes
+    decoders = (DECODERS if shared else settings.decoders) if decoders is None else decoders
     gate = Gate(folder, host)
-    made = make_app(service, gate, settings.limits, secure=certificate is not None)
     address = (
         f"{'https' if certificate else 'http'}://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
     )
     note(f"testtime serves {encoder} from {folder}; Ctrl-C stops it.\n  page  {address}/\n  API   {address}/docs")
     if gate.open:
         note("  No token is needed, from this machine alone; 'testtime token add NAME --scope admin' changes that.")
-    serve_on(listener, configuration(made, settings.limits, certificate, key))
+    tls = (None, None) if certificate is None else (str(certificate), str(key))
+    if processes:
+        from testtime.serve.front_process import Address
+        from testtime.serve.fronts import Fronts, serve_through
+
+        service = Service(loaded, folder, replace(settings, decoders=0))
+        place = Address(str(folder), host, log_format, *tls)
+        serve_through(lambda: Fronts(service, listener, processes, decoders, place), service)
+    else:
+        from testtime.serve.app import make_app
+        from testtime.serve.server import configuration, serve_on
+
+        service = Service(loaded, folder, replace(settings, decoders=decoders))
+        made = make_app(service, gate, settings.limits, secure=certificate is not None)
+        serve_on(listener, configuration(made, settings.limits, *tls))
 
 
 def check_installed() -> None:
@@ -130,14 +155,15 @@ def check_tls(certificate: Path | None, key: Path | None) -> None:
 
 
 def settings_of(
-    *, max_batch: int, deadline: int, decoders: int, waiting: int, image_size: int, streams: int,
-    snapshot_every: int, keep_images: int,
+    *, max_batch: int, deadline: int, processes: int | None, decoders: int | None, waiting: int, image_size: int,
+    streams: int, snapshot_every: int, keep_images: int,
 ) -> Settings:  # fmt: skip
     """The settings that the options ask for; each is checked under its own name."""
     from testtime.serve.types import Limits, Settings
 
     bounds = {
-        "--max-batch": (max_batch, 1, 1024), "--deadline": (deadline, 0, 1000), "--decoders": (decoders, 1, 64),
+        "--max-batch": (max_batch, 1, 1024), "--deadline": (deadline, 0, 1000),
+        "--processes": (processes or 0, 0, 64), "--decoders": (1 if decoders is None else decoders, 1, 64),
         "--waiting": (waiting, 1, 100_000), "--image-size": (image_size, 1, 1000), "--streams": (streams, 1, 10_000),
         "--snapshot-every": (snapshot_every, 1, 1_000_000), "--keep-images": (keep_images, 0, 10_000_000),
     }  # fmt: skip
@@ -151,7 +177,7 @@ def settings_of(
         body_bytes=max(usual.body_bytes, 4 * size),
     )  # fmt: skip
     return Settings(
-        limits=limits, max_batch=max_batch, deadline=deadline / 1000, decoders=decoders, snapshot_every=snapshot_every,
+        limits=limits, max_batch=max_batch, deadline=deadline / 1000, snapshot_every=snapshot_every,
         keep_images=keep_images,
     )  # fmt: skip
 

@@ -1,8 +1,8 @@
 """The service on Ray, as the processes that speak HTTP see it: every call goes to the actor of its stream.
 
-An actor may die at any time, and a call with it. Whether it was done is then not known here, but in the log: every image
-is sent with an idempotency key, so it is sent again until it is answered, and learned once. Calls that only read are
-made again too. Other changes are not: their client is told to look.
+An actor may die at any time, and a call with it. Whether it was done is then not known here, but in the log: every
+image is sent with an idempotency key, so it is sent again until it is answered, and learned once. Calls that only read
+are made again too. Other changes are not: their client is told to look.
 """
 
 from __future__ import annotations
@@ -159,9 +159,7 @@ class Streams(Remote):
 
     async def _check_room(self, name: str) -> None:
         if not NAME.fullmatch(name):
-            raise ServiceError(
-                422, f"A stream's name is 1 to 64 letters, digits, '.', '_' or '-'; got {name[:80]!r}."
-            )
+            raise ServiceError(422, f"A stream's name is 1 to 64 letters, digits, '.', '_' or '-'; got {name[:80]!r}.")
         most = self.settings.limits.streams
         if len(known := await self._names()) >= most and name not in known:
             raise ServiceError(409, f"There are {most} streams, as many as there may be.")

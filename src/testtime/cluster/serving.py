@@ -1,8 +1,8 @@
 """The service on Ray Serve: processes that speak HTTP, encoders as many as there is work for, an actor for each stream.
 
-    clients -> Ray Serve's proxies -> fronts (HTTP, tokens, decoders) -> the actor of the stream -> encoders
-                                                                          |
-                                                                   log, in a folder that all machines see
+clients -> Ray Serve's proxies -> fronts (HTTP, tokens, decoders) -> the actor of the stream -> encoders
+                                                                      |
+                                                               log, in a folder that all machines see
 """
 
 from __future__ import annotations

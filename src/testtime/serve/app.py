@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import mimetypes
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -24,10 +23,11 @@ from testtime.serve.live import live_routes
 from testtime.serve.reference import reference
 from testtime.serve.routes import Json, admitted, described, image_routes, stream_routes
 from testtime.serve.schemas import Images
+from testtime.serve.server import steady
 from testtime.serve.types import Limits, ServiceError
 
 if TYPE_CHECKING:
-    from testtime.serve.service import Service
+    from testtime.serve.remote import Served
 
 ABOUT = """Streams of images are classified, and the classifier learns from them while it serves.
 
@@ -42,7 +42,7 @@ each text frame that comes back is its answer, in order. The token is in the Aut
 frame {"token": TOKEN}."""
 
 
-def make_app(service: Service, gate: Gate, limits: Limits | None = None, secure: bool = False) -> FastAPI:
+def make_app(service: Served, gate: Gate, limits: Limits | None = None, secure: bool = False) -> FastAPI:
     """The application. It starts and closes the service with itself; `secure` says that it is served with TLS."""
     limits = limits or Limits()
     stopping = asyncio.Event()
@@ -50,12 +50,10 @@ def make_app(service: Service, gate: Gate, limits: Limits | None = None, secure:
     @asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
         await service.start()
-        gc.collect()
-        gc.freeze()  # what is loaded stays: looking through it again and again would stop all answers for a while
         try:
-            yield
+            with steady():
+                yield
         finally:
-            gc.unfreeze()
             stopping.set()
             await service.close()
 
@@ -75,7 +73,7 @@ def make_app(service: Service, gate: Gate, limits: Limits | None = None, secure:
     return app
 
 
-def _operations(app: FastAPI, service: Service, gate: Gate) -> None:
+def _operations(app: FastAPI, service: Served, gate: Gate) -> None:
     stopping = app.state.stopping
 
     @app.get("/healthz", tags=["operations"], summary="Whether the process lives")
@@ -96,8 +94,8 @@ def _operations(app: FastAPI, service: Service, gate: Gate) -> None:
 
     @app.get("/metrics", tags=["operations"], summary="Metrics for Prometheus", **described("predict", content=text))
     async def metrics(request: Request) -> Response:
-        admitted(gate, request, "predict")
-        return Response(service.telemetry.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        await admitted(service, gate, request, "predict")
+        return Response(await service.metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 def _pages(app: FastAPI) -> None:
@@ -143,7 +141,7 @@ def _pages(app: FastAPI) -> None:
         return answer(request, "docs.html", reference(app.openapi()).encode())
 
 
-def _errors(app: FastAPI, service: Service) -> None:
+def _errors(app: FastAPI, service: Served) -> None:
     def failure(problem: str, status: int, **headers: str) -> Response:
         return Json({"error": problem, "status": status}, status, headers)
 

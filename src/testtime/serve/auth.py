@@ -134,6 +134,25 @@ def check_bind(host: str, folder: Path) -> None:
         )
 
 
+class Rates:
+    """Requests a second of each token: a bucket holds those of one second, and at least one."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._buckets: dict[str, tuple[float, float]] = {}  # by digest: requests left, and when they were counted
+
+    def spend(self, digest: str, rate: float) -> None:
+        """Take one request, or raise a `Refusal`."""
+        now, size = self._now(), max(1.0, rate)
+        left, then = self._buckets.get(digest, (size, now))
+        left = min(size, left + (now - then) * rate)
+        if left < 1:
+            self._buckets[digest] = left, now
+            wait = (1 - left) / rate
+            raise Refusal(429, "rate", f"More than {rate:g} requests a second; wait {wait:.2f} s.", wait)
+        self._buckets[digest] = left - 1, now
+
+
 class Gate:
     """Checks the tokens of requests. Without tokens everything is allowed, on a loopback address alone.
 
@@ -143,14 +162,12 @@ class Gate:
     def __init__(self, folder: Path, host: str, now: Callable[[], float] = time.monotonic) -> None:
         self._folder, self._now = folder, now
         self._tokens: list[tuple[bytes, Token]] = []
-        self._buckets: dict[str, tuple[float, float]] = {}  # by digest: requests left, and when they were counted
         self._looked, self._stamp = now(), self._identity()
         self._take(read_tokens(folder))
         self.open = is_loopback(host) and not self._tokens
 
     def _take(self, tokens: list[Token]) -> None:
         self._tokens = [(bytes.fromhex(token.digest), token) for token in tokens]
-        self._buckets = {token.digest: self._buckets[token.digest] for token in tokens if token.digest in self._buckets}
 
     def _identity(self) -> Any:
         try:
@@ -188,24 +205,6 @@ class Gate:
         if not found.allows(scope):
             raise Refusal(403, "scope", f"This needs a token with the scope {scope!r}; yours has {found.scope!r}.")
         return found
-
-    def admit(self, secret: str | None, scope: str) -> Token | None:
-        """Like `identify`, for one request, which counts towards the token's rate."""
-        token = self.identify(secret, scope)
-        if token is not None and token.rate:
-            self._spend(token)
-        return token
-
-    def _spend(self, token: Token) -> None:
-        """Take one request from the token's bucket, which holds those of one second, and at least one."""
-        now, size = self._now(), max(1.0, token.rate)
-        left, then = self._buckets.get(token.digest, (size, now))
-        left = min(size, left + (now - then) * token.rate)
-        if left < 1:
-            self._buckets[token.digest] = left, now
-            wait = (1 - left) / token.rate
-            raise Refusal(429, "rate", f"More than {token.rate:g} requests a second; wait {wait:.2f} s.", wait)
-        self._buckets[token.digest] = left - 1, now
 
 
 def bearer(header: str | None) -> str | None:

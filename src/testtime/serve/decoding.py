@@ -18,8 +18,7 @@ from collections import deque
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
+import numpy as np
 
 import testtime
 from testtime.errors import ImageError, InputError
@@ -42,7 +41,7 @@ INHERITED = ("LD_LIBRARY_PATH", "PYTHONHOME")  # what a Python that is not the s
 class Decoded(NamedTuple):
     """An image, decoded."""
 
-    pixels: Tensor  # (H, W, 3) uint8 on the CPU, RGB, upright: those of `images.reading.read_image`
+    pixels: np.ndarray  # (H, W, 3) uint8, RGB, upright: those of `images.reading.read_image`
     thumbnail: bytes | None  # a JPEG, if asked for
 
 
@@ -203,11 +202,11 @@ class _Worker:
         if not answer.usable:
             raise ImageError(" ".join(answer.message.decode(errors="replace").split()))
         count = 3 * answer.width * answer.height
-        shared = torch.frombuffer(self.pixels, dtype=torch.uint8, count=count).view(answer.height, answer.width, 3)
+        shared = np.frombuffer(self.pixels, np.uint8, count).reshape(answer.height, answer.width, 3)
         if count < LARGE:
-            pixels = shared.clone()
+            pixels = shared.copy()
         else:
-            pixels = await asyncio.to_thread(shared.clone)
+            pixels = await asyncio.to_thread(shared.copy)
             self.pixels.madvise(mmap.MADV_REMOVE)  # an idle process keeps no large image
         return Decoded(pixels, answer.message or None)
 

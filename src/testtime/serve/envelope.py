@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from testtime.serve.auth import Gate, is_loopback
+from testtime.serve.remote import Notes
 from testtime.serve.telemetry import Telemetry
 
 Scope = MutableMapping[str, Any]
@@ -40,7 +41,7 @@ requests = logging.getLogger("testtime.serve.requests")
 class Envelope:
     """ASGI middleware around the application."""
 
-    def __init__(self, app: App, gate: Gate, telemetry: Telemetry, secure: bool = False) -> None:
+    def __init__(self, app: App, gate: Gate, telemetry: Telemetry | Notes, secure: bool = False) -> None:
         self._app, self._gate, self._telemetry = app, gate, telemetry
         self._headers = HEADERS + ([(b"strict-transport-security", b"max-age=31536000")] if secure else [])
 

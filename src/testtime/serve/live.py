@@ -14,17 +14,17 @@ from starlette.websockets import WebSocketDisconnect
 from testtime.errors import InputError
 from testtime.serve.auth import Gate, Refusal, bearer
 from testtime.serve.bodies import Budget, too_large
-from testtime.serve.routes import Name, admitted, described, flag, top_of
+from testtime.serve.routes import Name, admit, admitted, described, flag, top_of
 from testtime.serve.types import Limits, ServiceError, Upload
 
 if TYPE_CHECKING:
-    from testtime.serve.service import Service
+    from testtime.serve.remote import Served
 
 BEAT = 15.0  # seconds without an event after which a sign of life is sent, and the token is looked at again
 TOKEN_SECONDS = 10.0  # for the token of a WebSocket to arrive
 
 
-def live_routes(service: Service, gate: Gate, budget: Budget, limits: Limits, stopping: asyncio.Event) -> APIRouter:
+def live_routes(service: Served, gate: Gate, budget: Budget, limits: Limits, stopping: asyncio.Event) -> APIRouter:
     """Server-sent events and the WebSocket; both end when the server stops."""
     router = APIRouter(prefix="/v1", tags=["live"])
     content = {"text/event-stream": {"schema": {"type": "string"}}}
@@ -35,8 +35,8 @@ def live_routes(service: Service, gate: Gate, budget: Budget, limits: Limits, st
         **described("predict", None, 404, content=content),
     )
     async def events(request: Request, name: Name) -> Response:
-        admitted(gate, request, "predict")
-        service.stream(name)  # 404 while it can still be said
+        await admitted(service, gate, request, "predict")
+        await service.stream(name)  # 404 while it can still be said
 
         def allowed() -> None:
             gate.identify(bearer(request.headers.get("authorization")), "predict")
@@ -51,7 +51,7 @@ def live_routes(service: Service, gate: Gate, budget: Budget, limits: Limits, st
     return router
 
 
-async def _lines(service: Service, name: str, stopping: asyncio.Event, allowed: Any) -> AsyncIterator[str]:
+async def _lines(service: Served, name: str, stopping: asyncio.Event, allowed: Any) -> AsyncIterator[str]:
     stop = asyncio.ensure_future(stopping.wait())
     try:
         async with service.subscribe(name) as queue:
@@ -78,7 +78,7 @@ class _Live:
     """One WebSocket: frames are answered one after another, in their order."""
 
     def __init__(
-        self, service: Service, gate: Gate, budget: Budget, limits: Limits, socket: WebSocket, name: str
+        self, service: Served, gate: Gate, budget: Budget, limits: Limits, socket: WebSocket, name: str
     ) -> None:
         self._service, self._gate, self._budget, self._limits = service, gate, budget, limits
         self._socket, self._name = socket, name
@@ -93,7 +93,7 @@ class _Live:
             self._top = top_of(self._socket.query_params.get("top"))
             secret = await self._secret()
             self._gate.identify(secret, self._scope)
-            self._service.stream(self._name)
+            await self._service.stream(self._name)
             while not stop.done():
                 frame = asyncio.ensure_future(self._socket.receive())
                 try:
@@ -142,7 +142,7 @@ class _Live:
                 raise ServiceError(422, "Send an image as a binary frame.")
             if len(data) > self._limits.image_bytes:
                 raise too_large(self._limits.image_bytes, "An image")
-            self._gate.admit(secret, self._scope)
+            await admit(self._service, self._gate, secret, self._scope)
             with self._budget.held() as hold:
                 hold.take(len(data))
                 uploads = [Upload(data)]

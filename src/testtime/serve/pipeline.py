@@ -1,15 +1,14 @@
-"""From images to answers: decoded and encoded in any order, stepped on in the order of their stream, then answered.
+"""From images to answers: encoded in any order, stepped on in the order of their stream, then answered.
 
-    images -> decoder processes -> one encoder, in shared batches -> each stream's own queue -> log -> answers
+    images, decoded -> one encoder, in shared batches -> each stream's own queue -> log -> answers
 
-Decoding and encoding need no state, so images of all streams share them. An image takes its place in its stream once it
-is decoded; a stream's steps follow that order, in one thread at a time.
+Encoding needs no state, so images of all streams share it. An image takes its place in its stream once it is decoded; a
+stream's steps follow that order, in one thread at a time.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import logging
 import sqlite3
@@ -26,17 +25,15 @@ from torch import Tensor
 from testtime.encoding.live import LiveEncoder
 from testtime.encoding.stream import Encoded, Source
 from testtime.serve.database import Fenced
-from testtime.serve.decoding import Decoded, Decoder
+from testtime.serve.front import check_count, failure
 from testtime.serve.learning import Learning, Work
-from testtime.serve.rows import failure
 from testtime.serve.store import Store
 from testtime.serve.telemetry import Telemetry
-from testtime.serve.types import ServiceError, Settings, StreamSpec, Upload
+from testtime.serve.types import Events, Picture, ServiceError, Settings, StreamSpec
 from testtime.types import Encoder, InputError, Task, ViewPlan
 
 TOGETHER = 64  # most images of a stream in one transaction
 PROBE = 5.0  # seconds between attempts to write to a disk that was full
-SLOW = 1000  # most events that wait for a slow subscriber; then the oldest are dropped
 STAGES = ("decode", "encode", "adapt", "store", "total")
 
 log = logging.getLogger("testtime.serve")
@@ -47,9 +44,7 @@ Answer = dict[str, Any]
 class Pending:
     """An image that was admitted to a stream."""
 
-    upload: Upload
-    sha256: str
-    thumbnail: bytes | None
+    picture: Picture
     index: int
     learn: bool
     top: int
@@ -76,15 +71,13 @@ class Stream:
     running: bool = False
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     keys: dict[str, asyncio.Future[None]] = field(default_factory=dict)  # of images on their way
-    subscribers: set[asyncio.Queue[dict[str, Any]]] = field(default_factory=set)
+    subscribers: set[Events] = field(default_factory=set)
     deleted: bool = False
 
     def publish(self, event: dict[str, Any]) -> None:
         """Tell everyone who listens."""
         for queue in self.subscribers:
-            if queue.full():
-                queue.get_nowait()
-            queue.put_nowait(event)
+            queue.add(event)
 
     def check_there(self) -> None:
         """Refuse a stream that was deleted meanwhile."""
@@ -123,21 +116,14 @@ class Pipeline:
         self.settings, self.telemetry, self.read_only = settings, telemetry, ""
         self.waiting = 0  # images that were accepted and not answered yet
         self._encoder, self._store, self._loop = encoder, store, asyncio.get_running_loop()
-        self._decoder = Decoder(
-            settings.decoders,
-            max_pixels=settings.limits.pixels,
-            seconds=settings.decode_seconds,
-            memory=settings.decode_memory,
-        )
         self._live: Live = live or LiveEncoder(
             encoder, max_batch=settings.max_batch, deadline=settings.deadline, on_batch=telemetry.batch
         )
         self._learners = ThreadPoolExecutor(settings.learners, "testtime-learner")
-        self._probe_at, self._restarts = 0.0, 0
+        self._probe_at = 0.0
 
     async def close(self) -> None:
         """Close, once every stream has settled."""
-        await self._decoder.close()
         await asyncio.to_thread(self._live.close)
         await asyncio.to_thread(self._learners.shutdown)
 
@@ -147,55 +133,49 @@ class Pipeline:
 
     # In the event loop
 
-    async def answer(self, stream: Stream, uploads: Sequence[Upload], learn: bool, top: int) -> list[Answer]:
+    async def answer(self, stream: Stream, pictures: Sequence[Picture], learn: bool, top: int) -> list[Answer]:
         """An answer for each image, in order; or its error, with its status."""
-        limits = self.settings.limits
         if stream.task.encoder != self._encoder.name:
             ours, other = self._encoder.name, stream.task.encoder
             raise ServiceError(409, f"Stream '{stream.name}' is of encoder '{other}'; this server runs '{ours}'.")
-        if not 1 <= len(uploads) <= limits.batch:
-            raise ServiceError(413, f"{len(uploads)} images in a request; there may be 1 to {limits.batch}.")
-        if self.waiting + len(uploads) > limits.waiting:
-            raise ServiceError(429, f"{self.waiting} images are waiting; send this one again later.", 1.0)
-        self._count_waiting(len(uploads))
+        check_count(len(pictures), self.waiting, self.settings)
+        self._count_waiting(len(pictures))
         try:
-            return await self._answers(stream, uploads, learn, top)
+            return await self._answers(stream, pictures, learn, top)
         finally:
-            self._count_waiting(-len(uploads))
+            self._count_waiting(-len(pictures))
 
     def _count_waiting(self, change: int) -> None:
         self.waiting += change
         self.telemetry.waiting(self.waiting)
 
-    async def _answers(self, stream: Stream, uploads: Sequence[Upload], learn: bool, top: int) -> list[Answer]:
-        began = time.perf_counter()
-        keys = {upload.key for upload in uploads if learn and upload.key is not None}
+    async def _answers(self, stream: Stream, pictures: Sequence[Picture], learn: bool, top: int) -> list[Answer]:
+        came = time.perf_counter()
+        keys = {picture.key for picture in pictures if learn and picture.key is not None}
         while (other := next((stream.keys[key] for key in keys if key in stream.keys), None)) is not None:
             await asyncio.shield(other)  # whatever comes of the image with this key; then it is in the log, or is not
         answers: dict[int, Answer] = {}
-        fresh, twins = dict[int, Upload](), dict[int, str]()  # twins: images whose key comes twice in this request
+        fresh, twins = dict[int, Picture](), dict[int, str]()  # twins: images whose key comes twice in this request
         claimed: set[str] = set()  # keys of images that are not admitted yet
-        for place, upload in enumerate(uploads):
-            if not learn or upload.key is None:
-                fresh[place] = upload
-            elif upload.key in claimed:
-                twins[place] = upload.key
-            elif (before := self._with_key(stream, upload.key)) is not None:
+        for place, picture in enumerate(pictures):
+            if learn and picture.key in claimed:
+                twins[place] = picture.key or ""
+            elif learn and picture.key is not None and (before := self._with_key(stream, picture.key)) is not None:
                 answers[place] = before
+            elif picture.error is not None:
+                answers[place] = picture.error
             else:
-                fresh[place], stream.keys[upload.key] = upload, self._loop.create_future()
-                claimed.add(upload.key)
+                fresh[place] = picture
+                if learn and picture.key is not None:
+                    stream.keys[picture.key] = self._loop.create_future()
+                    claimed.add(picture.key)
         pending: dict[int, Pending] = {}
         try:
-            decoded = await asyncio.gather(*(self._decode(stream, upload) for upload in fresh.values()))
             async with stream.order:
                 stream.check_there()
-                for (place, upload), image in zip(fresh.items(), decoded, strict=True):
-                    if isinstance(image, Decoded):
-                        pending[place] = self._pending(stream, upload, image, learn, top, began)
-                        claimed.discard(upload.key or "")
-                    else:
-                        answers[place] = image
+                for place, picture in fresh.items():
+                    pending[place] = self._pending(stream, picture, learn, top, came)
+                    claimed.discard(picture.key or "")
                 self._admit(stream, list(pending.values()))
         finally:
             for key in claimed:  # nothing came of these images
@@ -203,9 +183,9 @@ class Pipeline:
         for place, admitted in pending.items():
             answers[place] = await admitted.answer
         for place, key in twins.items():
-            first = next(answers[other] for other, upload in fresh.items() if upload.key == key)
+            first = next(answers[other] for other, picture in fresh.items() if picture.key == key)
             answers[place] = first if "error" in first else {**first, "repeated": True}
-        return [answers[place] for place in range(len(uploads))]
+        return [answers[place] for place in range(len(pictures))]
 
     def _with_key(self, stream: Stream, key: str) -> Answer | None:
         """The answer to an image that came with a key before; None if there was none."""
@@ -217,31 +197,13 @@ class Pipeline:
         answer: Answer = json.loads(event.answer)
         return {**answer, "repeated": True, "milliseconds": dict.fromkeys(STAGES, 0.0)}
 
-    async def _decode(self, stream: Stream, upload: Upload) -> Decoded | Answer:
-        """An image, decoded, or the error that its client gets."""
-        limits = self.settings.limits
-        try:
-            for text in (upload.name, upload.key or ""):
-                limits.check_text(text)
-            if len(upload.data) > limits.image_bytes:
-                size = len(upload.data)
-                raise ServiceError(413, f"An image may have {limits.image_bytes:,} bytes; this one has {size:,}.")
-            return await self._decoder.decode(upload.data, self.settings.thumbnail if stream.spec.thumbnails else 0)
-        except (InputError, ServiceError) as error:
-            return failure(error, upload.name)
-        finally:
-            if restarts := self._decoder.restarts - self._restarts:
-                self.telemetry.restarted(restarts)
-                self._restarts = self._decoder.restarts
-
-    def _pending(self, stream: Stream, upload: Upload, image: Decoded, learn: bool, top: int, began: float) -> Pending:
+    def _pending(self, stream: Stream, picture: Picture, learn: bool, top: int, came: float) -> Pending:
         """An image that takes its place in the stream; its encoding starts."""
         index, spec = stream.position, stream.spec
         stream.position += learn
         plan = ViewPlan(spec.views, spec.augmix, spec.seed)
-        encoded = self._live.submit(image.pixels, plan, index, stream.task.text)
-        digest, answer = hashlib.sha256(upload.data).hexdigest(), self._loop.create_future()
-        return Pending(upload, digest, image.thumbnail, index, learn, top, encoded, answer, began, time.perf_counter())
+        encoded = self._live.submit(picture.pixels, plan, index, stream.task.text)
+        return Pending(picture, index, learn, top, encoded, self._loop.create_future(), came - picture.seconds, came)
 
     async def feed(self, stream: Stream, views: Tensor, name: str) -> Answer:
         """The answer to an image of which only the features are at hand."""
@@ -250,8 +212,7 @@ class Pipeline:
             encoded = Future[Encoded]()
             encoded.set_result(Encoded(stream.position, name, views))
             answer, now = self._loop.create_future(), time.perf_counter()
-            upload, index = Upload(b"", name), stream.position
-            self._admit(stream, [Pending(upload, "", None, index, True, 5, encoded, answer, now, now)])
+            self._admit(stream, [Pending(Picture(name, None), stream.position, True, 5, encoded, answer, now, now)])
             stream.position += 1
         return await answer
 
@@ -267,8 +228,8 @@ class Pipeline:
                 answer["milliseconds"]["total"] = round(1000 * (time.perf_counter() - image.began), 3)
                 self.telemetry.answered(stream.name, answer)
                 stream.publish({"type": "answer", "answer": answer})
-            if image.learn and image.upload.key is not None:
-                stream.keys.pop(image.upload.key).set_result(None)
+            if image.learn and image.picture.key is not None:
+                stream.keys.pop(image.picture.key).set_result(None)
             if not image.answer.done():  # its client may have gone
                 image.answer.set_result(answer)
 
@@ -296,11 +257,11 @@ class Pipeline:
                 answers = self._step(stream, ready)
             except Fenced as error:
                 log.error("stream '%s': %s", stream.name, error)
-                answers = [failure(error, image.upload.name) for image in ready]
+                answers = [failure(error, image.picture.name) for image in ready]
             except Exception as error:  # a bug; the stream goes on from its log
                 log.exception("stream '%s' failed", stream.name)
                 stream.learning.forget_unwritten()
-                answers = [failure(error, image.upload.name) for image in ready]
+                answers = [failure(error, image.picture.name) for image in ready]
             self._loop.call_soon_threadsafe(self._deliver, stream, ready, answers)
         self._loop.call_soon_threadsafe(stream.idle.set)
 
@@ -312,7 +273,7 @@ class Pipeline:
         ]
         done = iter(self._advance(stream, works))
         answers = [
-            next(done) if each.features is not None else failure(each.error or RuntimeError(), image.upload.name)
+            next(done) if each.features is not None else failure(each.error or RuntimeError(), image.picture.name)
             for image, each in zip(ready, results, strict=True)
         ]
         spent, stored = time.perf_counter() - began, stream.learning.seconds_writing
@@ -359,6 +320,5 @@ class Pipeline:
 
 
 def _work(image: Pending, views: Tensor) -> Work:
-    upload = image.upload
-    key = upload.key if image.learn else None
-    return Work(views, image.index, image.learn, upload.name, image.sha256, key, image.thumbnail, image.top)
+    picture, key = image.picture, image.picture.key if image.learn else None
+    return Work(views, image.index, image.learn, picture.name, picture.sha256, key, picture.thumbnail, image.top)

@@ -11,12 +11,12 @@ from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 
 from testtime.serve import schemas
-from testtime.serve.auth import Gate, bearer
+from testtime.serve.auth import Gate, Token, bearer
 from testtime.serve.bodies import Budget, read_json, read_state, read_uploads
 from testtime.serve.types import Limits, ServiceError
 
 if TYPE_CHECKING:
-    from testtime.serve.service import Service
+    from testtime.serve.remote import Served
 
 Name = Annotated[str, Path(pattern=schemas.STREAM_NAME, examples=["pets"], description="The stream.")]
 Event = Annotated[int, Path(ge=0, le=schemas.MOST, examples=[12], description="Number of the image in its stream.")]
@@ -72,9 +72,17 @@ def described(scope: str, model: Any = None, *others: int, status: int = 200, co
     }
 
 
-def admitted(gate: Gate, request: Request, scope: str) -> None:
+async def admit(service: Served, gate: Gate, secret: str | None, scope: str) -> Token | None:
+    """The token of a request, which counts towards its rate; None on an open service."""
+    token = gate.identify(secret, scope)
+    if token is not None and token.rate:
+        await service.spend(token.digest, token.rate)
+    return token
+
+
+async def admitted(service: Served, gate: Gate, request: Request, scope: str) -> None:
     """Check the token of a request, and note its name for the log."""
-    token = gate.admit(bearer(request.headers.get("authorization")), scope)
+    token = await admit(service, gate, bearer(request.headers.get("authorization")), scope)
     request.scope["token_name"] = token and token.name
 
 
@@ -126,7 +134,7 @@ IMAGES = {
 }  # fmt: skip
 
 
-def image_routes(service: Service, gate: Gate, budget: Budget, limits: Limits) -> APIRouter:
+def image_routes(service: Served, gate: Gate, budget: Budget, limits: Limits) -> APIRouter:
     """Images in, answers out; this is the hot path, so only the request is a parameter, and it is parsed by hand."""
     router = APIRouter(tags=["images"])
     said = described("", schemas.Answers, *WITH_BODY, 404, 409, 415) | {"openapi_extra": IMAGES}
@@ -137,7 +145,7 @@ def image_routes(service: Service, gate: Gate, budget: Budget, limits: Limits) -
     async def classify(request: Request) -> Response:
         query = request.query_params
         learn, top = flag(query.get("learn"), "learn"), top_of(query.get("top"))
-        admitted(gate, request, "learn" if learn else "predict")
+        await admitted(service, gate, request, "learn" if learn else "predict")
         with budget.held() as hold:
             uploads = await read_uploads(request, hold, limits)
             answers = await service.answer(request.path_params["name"], uploads, learn=learn, top=top)
@@ -149,7 +157,7 @@ def image_routes(service: Service, gate: Gate, budget: Budget, limits: Limits) -
     return router
 
 
-def _checked(gate: Gate, budget: Budget) -> type[APIRoute]:
+def _checked(service: Served, gate: Gate, budget: Budget) -> type[APIRoute]:
     """Routes that check the token first, for the scope they are documented with, and then read the body with a bound.
 
     FastAPI alone would read a body of any length before it knows who sent it.
@@ -161,7 +169,7 @@ def _checked(gate: Gate, budget: Budget) -> type[APIRoute]:
             has_body = self.body_field is not None
 
             async def handle(request: Request) -> Response:
-                admitted(gate, request, scope)
+                await admitted(service, gate, request, scope)
                 if not has_body:
                     return await inner(request)
                 with budget.held() as hold:
@@ -177,21 +185,21 @@ def _checked(gate: Gate, budget: Budget) -> type[APIRoute]:
     return Checked
 
 
-def stream_routes(service: Service, gate: Gate, budget: Budget, limits: Limits) -> APIRouter:
+def stream_routes(service: Served, gate: Gate, budget: Budget, limits: Limits) -> APIRouter:
     """Everything else about streams."""
-    router = APIRouter(prefix="/v1", tags=["streams"], route_class=_checked(gate, budget))
+    router = APIRouter(prefix="/v1", tags=["streams"], route_class=_checked(service, gate, budget))
 
     @router.get("/info", summary="Version, encoder, limits and methods", **described("predict", dict[str, Any]))
     async def info() -> Response:
-        return Json(service.info())
+        return Json(await service.info())
 
     @router.get("/streams", summary="All streams", **described("predict", schemas.Streams))
     async def streams() -> Response:
-        return Json({"streams": service.streams()})
+        return Json({"streams": await service.streams()})
 
     @router.get("/streams/{name}", summary="A stream", **described("predict", schemas.StreamInfo, 404))
     async def stream(name: Name) -> Response:
-        return Json(service.stream(name))
+        return Json(await service.stream(name))
 
     @router.post(
         "/streams", summary="Make a stream", **described("admin", schemas.StreamInfo, *WITH_BODY, 409, status=201)
@@ -214,11 +222,11 @@ def stream_routes(service: Service, gate: Gate, budget: Budget, limits: Limits) 
 
     @router.get("/streams/{name}/images", summary="The audit log", **described("predict", schemas.AuditRows, 404))
     async def images(name: Name, before: Before = None, limit: Limit = 50) -> Response:
-        return Json({"images": service.images(name, before, limit)})
+        return Json({"images": await service.images(name, before, limit)})
 
     @router.get("/streams/{name}/images/{image}", summary="An event", **described("predict", schemas.AuditRow, 404))
     async def image(name: Name, image: Event) -> Response:
-        return Json(service.image(name, image))
+        return Json(await service.image(name, image))
 
     @router.get(
         "/streams/{name}/images/{image}/thumbnail",
@@ -227,7 +235,7 @@ def stream_routes(service: Service, gate: Gate, budget: Budget, limits: Limits) 
     )
     async def thumbnail(name: Name, image: Event) -> Response:
         headers = {"Cache-Control": "private, max-age=86400, immutable"}
-        return Response(service.thumbnail(name, image), media_type="image/jpeg", headers=headers)
+        return Response(await service.thumbnail(name, image), media_type="image/jpeg", headers=headers)
 
     @router.delete(
         "/streams/{name}/images/{image}", summary="Unlearn an image", **described("admin", schemas.StreamInfo, 404, 409)
@@ -237,7 +245,7 @@ def stream_routes(service: Service, gate: Gate, budget: Budget, limits: Limits) 
 
     @router.get("/streams/{name}/snapshots", summary="The snapshots", **described("predict", schemas.Snapshots, 404))
     async def snapshots(name: Name) -> Response:
-        return Json({"snapshots": service.snapshots(name)})
+        return Json({"snapshots": await service.snapshots(name)})
 
     @router.post(
         "/streams/{name}/snapshots",

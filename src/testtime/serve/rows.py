@@ -6,17 +6,6 @@ import json
 from typing import Any
 
 from testtime.serve.store import Event, Snapshot
-from testtime.serve.types import ServiceError, StreamSpec
-from testtime.types import InputError
-
-
-def failure(error: Exception, image: str) -> dict[str, Any]:
-    """An error as an answer. Errors of ours name what is wrong; of others, only their kind is told."""
-    if isinstance(error, ServiceError):
-        return {"error": str(error), "status": error.status, "image": image}
-    if isinstance(error, InputError):
-        return {"error": str(error), "status": 422, "image": image}
-    return {"error": f"{type(error).__name__} while this image was answered.", "status": 500, "image": image}
 
 
 def audit_row(event: Event) -> dict[str, Any]:
@@ -51,13 +40,3 @@ def snapshot_row(snapshot: Snapshot) -> dict[str, Any]:
         "time": snapshot.time,
         "automatic": snapshot.automatic,
     }
-
-
-def spec_of(stored: dict[str, Any]) -> StreamSpec:
-    """The description of a stream, from its row."""
-    templates = stored["templates"]
-    return StreamSpec(**{
-        **stored,
-        "classes": tuple(stored["classes"]),
-        "templates": tuple(templates) if isinstance(templates, list) else templates,
-    })  # fmt: skip

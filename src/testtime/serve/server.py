@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import signal
 import socket
 import sys
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -50,7 +53,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def configuration(
-    app: Any, limits: Limits | None = None, certificate: Path | None = None, key: Path | None = None
+    app: Any, limits: Limits | None = None, certificate: str | None = None, key: str | None = None
 ) -> uvicorn.Config:
     """How the application is served. The logs are ours (`serve.logs`), and headers of proxies are not believed."""
     return uvicorn.Config(
@@ -73,5 +76,23 @@ def configuration(
 
 def serve_on(listener: socket.socket, config: uvicorn.Config) -> None:
     """Serve until a signal comes, and until what was accepted by then is answered."""
-    sys.setswitchinterval(SWITCH)
     Stoppable(config).run(sockets=[listener])
+
+
+@contextmanager
+def steady() -> Iterator[None]:
+    """Answers come at an even pace: threads take turns often, and what is loaded is not searched for garbage."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH)
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        sys.setswitchinterval(before)
+
+
+def event_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """The event loop that uvicorn uses: uvloop's where it is installed."""
+    return uvicorn.Config(None).get_loop_factory()  # type: ignore[arg-type]

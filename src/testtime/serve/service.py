@@ -1,6 +1,7 @@
 """The service: streams that learn, one encoder for all of them, kept in a folder. Nothing here knows of HTTP.
 
 A change of a stream, such as a rollback, waits for the images that came before it, and those after it wait for it.
+Other processes may decode images and speak HTTP for it: `Remote` has the same coroutines.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ from testtime import files, registry
 from testtime.guard.settings import Guard
 from testtime.machine.devices import step_device
 from testtime.serve import look
+from testtime.serve.auth import Rates
+from testtime.serve.front import Front
 from testtime.serve.learning import Learning, new_task
-from testtime.serve.pipeline import SLOW, Live, Pipeline, Stream, log
-from testtime.serve.rows import audit_row, snapshot_row, spec_of
+from testtime.serve.pipeline import Live, Pipeline, Stream, log
+from testtime.serve.rows import audit_row, snapshot_row
 from testtime.serve.store import Event, Store
 from testtime.serve.telemetry import Telemetry
-from testtime.serve.tour import Tour
-from testtime.serve.types import ServiceError, Settings, StreamSpec, Upload
+from testtime.serve.tour import Tour, new_name
+from testtime.serve.types import Events, Picture, ServiceError, Settings, StreamSpec, Upload
 from testtime.session.session import Session
 from testtime.text.prompts import build_task, check_classes
 from testtime.types import Encoder, InputError, StateError, Task
@@ -37,7 +40,10 @@ T = TypeVar("T")
 
 
 class Service:
-    """Streams that learn while they serve; see the module. For one event loop."""
+    """Streams that learn while they serve; see the module. For one event loop.
+
+    With settings of no decoders, it takes only images that are decoded already (`enter`).
+    """
 
     def __init__(
         self,
@@ -58,7 +64,8 @@ class Service:
         self._making: set[str] = set()  # names of streams on their way
         self._broken: dict[str, str] = {}  # streams that could not be loaded, and why
         self._device = step_device(encoder.device)
-        self._tour = Tour(self)
+        self._tour, self._rates = Tour(self), Rates()
+        self._front: Front | None = None
 
     async def start(self) -> None:
         """Open the folder, load the streams, and be ready."""
@@ -66,10 +73,12 @@ class Service:
         self._helpers = ThreadPoolExecutor(2, "testtime-change")
         self._store = Store(self.folder, self._take_over)
         self.pipeline = Pipeline(self.encoder, self._store, self.settings, self.telemetry, self._live)
+        if self.settings.decoders:
+            self._front = Front(self.settings, self.telemetry)
         self.telemetry.watch(lambda: self.ready, lambda: bool(self.read_only))
         for number, name, spec, created in self._store.streams():
             try:
-                self._streams[name] = await self._in_thread(self._opened, number, name, spec_of(spec), created)
+                self._streams[name] = await self._in_thread(self._opened, number, name, StreamSpec.of(spec), created)
             except (InputError, ServiceError) as error:
                 log.error("stream '%s' cannot be loaded: %s", name, error)
                 self._broken[name] = str(error)
@@ -79,11 +88,13 @@ class Service:
         """Refuse new images, answer those that were accepted, and close."""
         self.ready, self._draining = False, True
         await self._tour.close()
-        while self.pipeline.waiting:
+        while self.waiting:
             await asyncio.sleep(0.01)
         for stream in list(self._streams.values()):
             async with stream.order:
                 await stream.settle()
+        if self._front is not None:
+            await self._front.close()
         await self.pipeline.close()
         await asyncio.to_thread(self._helpers.shutdown)
         self._store.close()
@@ -100,7 +111,17 @@ class Service:
         """Whether another process has taken over the folder."""
         return self._store.fenced
 
-    def info(self) -> dict[str, Any]:
+    @property
+    def empty(self) -> bool:
+        """Whether there is no stream, nor one on its way."""
+        return not (self._streams or self._making or self._broken)
+
+    @property
+    def waiting(self) -> int:
+        """Images that were accepted and are not answered yet."""
+        return self.pipeline.waiting + (self._front.waiting if self._front is not None else 0)
+
+    async def info(self) -> dict[str, Any]:
         """The service in brief."""
         return {
             "version": testtime.__version__,
@@ -110,11 +131,11 @@ class Service:
             "limits": asdict(self.settings.limits),
             "streams": len(self._streams),
             "broken": self._broken,
-            "waiting": self.pipeline.waiting,
+            "waiting": self.waiting,
             "read_only": self.read_only,
         }
 
-    def streams(self) -> list[dict[str, Any]]:
+    async def streams(self) -> list[dict[str, Any]]:
         """All streams, by name."""
         return [self._info(stream) for _, stream in sorted(self._streams.items())]
 
@@ -122,7 +143,7 @@ class Service:
         """The names of the streams that were made for tours."""
         return [name for name, stream in self._streams.items() if stream.spec.tour]
 
-    def stream(self, name: str) -> dict[str, Any]:
+    async def stream(self, name: str) -> dict[str, Any]:
         """One stream."""
         return self._info(self.find(name))
 
@@ -155,11 +176,28 @@ class Service:
     ) -> list[dict[str, Any]]:
         """An answer for each image, in order; or its error, with its status."""
         self._check_open()
-        return await self.pipeline.answer(self.find(name), uploads, learn, top)
+        if self._front is None:
+            raise RuntimeError("This service has no decoders.")
+        thumbnails = self.find(name).spec.thumbnails
+        pictures = await self._front.pictures(uploads, thumbnails, self.pipeline.waiting)
+        return await self.enter(name, pictures, learn=learn, top=top)
 
-    async def tour(self) -> dict[str, Any]:
+    async def enter(self, name: str, pictures: Sequence[Picture], *, learn: bool, top: int) -> list[dict[str, Any]]:
+        """The same for images that are decoded."""
+        self._check_open()
+        return await self.pipeline.answer(self.find(name), pictures, learn, top)
+
+    async def spend(self, who: str, rate: float) -> None:
+        """Take one request from someone's rate, or refuse it."""
+        self._rates.spend(who, rate)
+
+    async def metrics(self) -> bytes:
+        """The metrics in Prometheus' text format."""
+        return self.telemetry.text()
+
+    async def tour(self, name: str | None = None) -> dict[str, Any]:
         """A new stream that shows how adaptation works, on features that come with the package."""
-        return await self._tour.start()
+        return await self._tour.start(name or new_name())
 
     # Streams
 
@@ -302,7 +340,7 @@ class Service:
         self.settings.limits.check_text(title)
         return snapshot_row(await self._change(name, "snapshot", lambda stream: stream.learning.snapshot(title)))
 
-    def snapshots(self, name: str) -> list[dict[str, Any]]:
+    async def snapshots(self, name: str) -> list[dict[str, Any]]:
         """The snapshots of a stream, oldest first."""
         return [snapshot_row(snapshot) for snapshot in self._store.snapshots(self.find(name).number)]
 
@@ -380,15 +418,15 @@ class Service:
 
     # The log, and what the page shows
 
-    def images(self, name: str, before: int | None = None, limit: int = 50) -> list[dict[str, Any]]:
+    async def images(self, name: str, before: int | None = None, limit: int = 50) -> list[dict[str, Any]]:
         """The latest rows of the audit log, newest first."""
         return [audit_row(event) for event in self._store.latest(self.find(name).number, before, limit)]
 
-    def image(self, name: str, image: int) -> dict[str, Any]:
+    async def image(self, name: str, image: int) -> dict[str, Any]:
         """One row of the audit log."""
         return audit_row(self._event(name, image))
 
-    def thumbnail(self, name: str, image: int) -> bytes:
+    async def thumbnail(self, name: str, image: int) -> bytes:
         """The thumbnail of an image, a JPEG."""
         if (found := self._event(name, image).thumbnail) is None:
             raise ServiceError(404, f"There is no thumbnail of image {image}.")
@@ -412,9 +450,9 @@ class Service:
         return show(stream.learning.session, self._store.recent_images(stream.number, look.IMAGES))
 
     @asynccontextmanager
-    async def subscribe(self, name: str) -> AsyncIterator[asyncio.Queue[dict[str, Any]]]:
-        """A queue that receives what happens in a stream; a slow reader misses the oldest."""
-        stream, queue = self.find(name), asyncio.Queue[dict[str, Any]](SLOW)
+    async def subscribe(self, name: str) -> AsyncIterator[Events]:
+        """What happens in a stream from now on."""
+        stream, queue = self.find(name), Events()
         stream.subscribers.add(queue)
         try:
             yield queue

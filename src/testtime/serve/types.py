@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,13 @@ class StreamSpec:
     thumbnails: bool = False  # whether small copies of the images may be kept
     tour: bool = False  # whether it was made for the tour, and goes with it
 
+    @classmethod
+    def of(cls, stored: dict[str, Any]) -> StreamSpec:
+        """A description that was stored as JSON."""
+        templates = stored["templates"]
+        templates = tuple(templates) if isinstance(templates, list) else templates
+        return cls(**stored | {"classes": tuple(stored["classes"]), "templates": templates})
+
 
 @dataclass(frozen=True)
 class Upload:
@@ -75,6 +83,31 @@ class Upload:
     data: bytes = field(repr=False)
     name: str = ""
     key: str | None = None  # idempotency: a second image with the same key gets the answer of the first
+
+
+@dataclass(frozen=True, eq=False)
+class Picture:
+    """One image of a client, decoded; or the error that its client gets instead of an answer."""
+
+    name: str
+    key: str | None
+    sha256: str = ""
+    pixels: Any = field(default=None, repr=False)  # (H, W, 3) uint8, RGB
+    thumbnail: bytes | None = field(default=None, repr=False)
+    seconds: float = 0.0  # that it took to decode
+    error: dict[str, Any] | None = None
+
+
+class Events(asyncio.Queue[dict[str, Any]]):
+    """What happens in a stream, for one who listens; of a slow one, the oldest are dropped."""
+
+    def __init__(self) -> None:
+        super().__init__(1000)
+
+    def add(self, event: dict[str, Any]) -> None:
+        if self.full():
+            self.get_nowait()
+        self.put_nowait(event)
 
 
 class ServiceError(TesttimeError):
