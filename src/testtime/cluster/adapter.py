@@ -24,6 +24,7 @@ from testtime.serve.service import Service
 from testtime.serve.types import Settings
 
 LEAVE = 1.0  # seconds for answers to be sent before a process that lost its folder ends
+ENDED = 10.0  # seconds for whoever ended it to kill it
 POLL = 10.0  # seconds that a reader of events waits for the next one
 FORGET = 60.0  # seconds after which a reader that no longer asks is forgotten
 MOVED: tuple[Header, bytes] = {"moved": True}, b""  # the answer to a call of which nothing was done here
@@ -86,14 +87,20 @@ class Adapter:
             found.append(queue.get_nowait())
         return found
 
-    async def end(self, only_empty: bool = False) -> None:
-        """Answer what was accepted, and end for good; or only if there is no stream."""
+    async def end(self, only_empty: bool = False) -> bool:
+        """Answer what was accepted, and take no more; or only if there is no stream. Whether it may be killed then.
+
+        If nobody kills it, it ends by itself, and Ray starts an empty one: leaving for good (`ray.actor.exit_actor`)
+        would wait for references that handles of Ray Serve never let go.
+        """
         service = await self._started()
-        if self._ending or (only_empty and not service.empty):
-            return
-        self._ending = True
-        await service.close()
-        ray.actor.exit_actor()
+        if not self._ending:
+            if only_empty and not service.empty:
+                return False
+            self._ending = True
+            await service.close()
+            asyncio.get_running_loop().call_later(ENDED, os._exit, 1)
+        return True
 
 
 class _Reader:

@@ -33,12 +33,14 @@ def has_stream(folder: Path, name: str) -> bool:
     return path.exists() and name in _described(path)
 
 
-def check_layout(folder: Path) -> None:
-    """Refuse a folder whose streams were made by a service on one machine."""
-    if (folder / DATABASE).exists():
+def check_layout(folder: Path, on_ray: bool) -> None:
+    """Refuse a folder of the other kind of service: on Ray, every stream has a folder of its own."""
+    other = folder / (DATABASE if on_ray else FOLDER)
+    if other.exists():
+        where = "on one machine" if on_ray else "on Ray (--on ray)"
         raise InputError(
-            f"{folder} holds the streams of a service on one machine; give another --folder. Streams move between them "
-            "as exported states: 'GET /v1/streams/NAME/state', then 'PUT'."
+            f"{folder} holds the streams of a service {where}; give another --folder. A stream moves as an exported "
+            "state: get /v1/streams/NAME/state there, and put it here."
         )
 
 

@@ -147,15 +147,15 @@ class Streams(Remote):
         settings = replace(self.settings, decoders=0)
         made = ray.remote(Adapter).options(
             name=prefix(self._folder) + name, namespace=NAMESPACE, get_if_exists=True, lifetime="detached",
-            max_restarts=-1, num_cpus=CPUS,
+            max_restarts=-1, num_cpus=CPUS, scheduling_strategy="SPREAD",
         )  # fmt: skip
         return made.remote(str(folder_of(self._folder, name)), self._about, settings, *self._encoders)
 
     async def _end_if_empty(self, name: str) -> None:
         actor = self._known.pop(name, None)
-        with contextlib.suppress(RayActorError):  # it ends
-            if actor is not None:
-                await actor.end.remote(only_empty=True)
+        with contextlib.suppress(RayActorError):  # it is gone
+            if actor is not None and await actor.end.remote(only_empty=True):
+                ray.kill(actor)
 
     async def _check_room(self, name: str) -> None:
         if not NAME.fullmatch(name):

@@ -34,6 +34,7 @@ from testtime.serve.types import Settings
 APPLICATION, ENCODERS, FRONTS = "testtime", "encoders", "fronts"
 FRONT_CPUS = 0.5
 UPSCALE, DOWNSCALE = 5.0, 60.0  # seconds of more, or less, work before encoders are started or ended
+HEALTH = 2.0  # seconds after which a dead encoder is noticed and replaced
 WAITING = 4  # images for each encoder on a CPU, on average, before another one is started
 
 
@@ -47,8 +48,8 @@ class Plan:
     settings: Settings
     host: str = "127.0.0.1"
     port: int = 8000
-    certificate: Path | None = None
-    key: Path | None = None
+    certificate: str | None = None  # TLS: files that all machines have
+    key: str | None = None
     log_format: str = "text"
     fronts: int = 1
     min_encoders: int = 1
@@ -56,9 +57,12 @@ class Plan:
 
 
 @contextmanager
-def serving(plan: Plan) -> Iterator[None]:
-    """The service, on the Ray that this process is connected to; at the end, what was accepted is answered."""
-    check_layout(plan.folder)
+def serving(plan: Plan, stays: bool = True) -> Iterator[None]:
+    """The service, on the Ray that this process is connected to; at the end, what was accepted is answered.
+
+    `stays` says that Ray runs on after it: then Ray Serve is shut down too, unless it runs something else.
+    """
+    check_layout(plan.folder, on_ray=True)
     make_folder(plan.folder / FOLDER)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     _end_actors(plan.folder)  # of a service that was killed
@@ -66,7 +70,7 @@ def serving(plan: Plan) -> Iterator[None]:
         proxy_location="EveryNode",
         http_options={
             "host": plan.host, "port": plan.port,
-            "ssl_certfile": plan.certificate and str(plan.certificate), "ssl_keyfile": plan.key and str(plan.key),
+            "ssl_certfile": plan.certificate, "ssl_keyfile": plan.key,
         },
         logging_config={"log_level": "WARNING", "enable_access_log": False},
     )  # fmt: skip
@@ -77,7 +81,8 @@ def serving(plan: Plan) -> Iterator[None]:
         with contextlib.suppress(RayError):
             serve.delete(APPLICATION)
         _end_actors(plan.folder)
-        serve.shutdown()
+        if stays and not serve.status().applications:
+            serve.shutdown()
 
 
 def application(plan: Plan) -> Any:
@@ -90,6 +95,7 @@ def application(plan: Plan) -> Any:
         name=ENCODERS,
         ray_actor_options=resources,
         max_ongoing_requests=4 * settings.max_batch,
+        health_check_period_s=HEALTH,
         autoscaling_config={
             "min_replicas": plan.min_encoders, "max_replicas": plan.max_encoders, "initial_replicas": plan.min_encoders,
             "target_ongoing_requests": target, "upscale_delay_s": UPSCALE, "downscale_delay_s": DOWNSCALE,
@@ -148,7 +154,7 @@ def _end_actors(folder: Path) -> None:
     ends = [actor.end.remote() for actor in actors if hasattr(actor, "end")]
     deadline = time.monotonic() + GRACE
     for end in ends:
-        with contextlib.suppress(RayError):  # it has ended: that is how it answers
+        with contextlib.suppress(RayError):  # one that does not answer is killed too: its log is complete
             ray.get(end, timeout=max(0.1, deadline - time.monotonic()))
     for actor in actors:
         ray.kill(actor)
