@@ -5,12 +5,14 @@ TESTTIME_KILLS=20 pytest tests/test_cluster_serve.py kills actors twenty times; 
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +25,7 @@ import httpx  # noqa: E402
 from serve_load import CLASSES, Load, check_nothing_lost_or_twice, logs_and_states, photograph  # noqa: E402
 
 import testtime as tt  # noqa: E402
-from testtime.cluster.directory import check_layout, streams_in  # noqa: E402
+from testtime.cluster.directory import check_layout, folder_of, streams_in  # noqa: E402
 from testtime.serve.client import Client, ServiceError  # noqa: E402
 from testtime.serve.types import Limits, Settings  # noqa: E402
 
@@ -116,6 +118,27 @@ def test_events_of_a_stream_arrive_as_they_happen(served: Served) -> None:
         assert any("seen" in line for line in found if line.startswith("data:"))
 
 
+def test_images_over_a_websocket_are_answered_in_order(served: Served) -> None:
+    from websockets.sync.client import connect
+
+    with connect(f"{served.url.replace('http', 'ws')}/v1/streams/pets/live?learn=false") as live:
+        for number in range(3):
+            live.send(photograph(number))
+            assert json.loads(live.recv(30))["reason"] == "predict only"
+
+
+def test_an_actor_that_lost_its_folder_leaves_and_the_next_one_answers(served: Served) -> None:
+    from testtime.serve.store import Store
+
+    _, process = served.place("pets")
+    with Client(served.url) as client:
+        before = client.stream("pets")["images"]
+        Store(folder_of(served.folder, "pets"), take_over=True).close()  # as an actor on another machine would
+        assert client.classify("pets", photograph(5000), name="5000")["id"] is not None
+        assert client.stream("pets")["images"] == before + 1
+    assert served.place("pets")[1] != process
+
+
 def test_mistakes_are_told_and_leave_nothing_behind(served: Served) -> None:
     with Client(served.url) as client:
         with pytest.raises(ServiceError, match="dpee") as problem:
@@ -135,9 +158,7 @@ def test_mistakes_are_told_and_leave_nothing_behind(served: Served) -> None:
 def test_an_encoder_that_dies_costs_time_alone(served: Served) -> None:
     with Client(served.url) as client:
         (replica,) = (
-            each["name"]
-            for each in ray.util.list_named_actors(all_namespaces=True)
-            if each["name"].startswith("SERVE_REPLICA::testtime#encoders")
+            each["name"] for each in ray.util.list_named_actors(all_namespaces=True) if "#encoders#" in each["name"]
         )
         ray.kill(ray.get_actor(replica, "serve"))
         before = client.stream("pets")["images"]
@@ -187,6 +208,30 @@ def test_a_folder_of_the_other_kind_of_service_is_refused(tmp_path: Path) -> Non
     (tmp_path / "testtime.sqlite").touch()
     with pytest.raises(tt.InputError, match="on one machine"):
         check_layout(tmp_path, on_ray=True)
+
+
+def test_the_command_starts_what_its_options_say(cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from testtime.cluster import connect, serving
+
+    plans: list[serving.Plan] = []
+
+    @contextmanager
+    def noted(plan: serving.Plan, stays: bool) -> Iterator[None]:
+        assert not stays  # Ray on this machine ends with the command
+        plans.append(plan)
+        yield
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(connect, "connected", lambda on: nullcontext())
+    monkeypatch.setattr(serving, "serving", noted)
+    monkeypatch.setattr(serving, "wait_for_signal", lambda: None)
+    options = ("--port", 0, "--folder", tmp_path / "new", "--processes", 3, "--decoders", 5, "--encoders", 2)
+    outcome = cli("serve", "--on", "ray", "--encoder", "tiny", *options)
+    assert outcome.code == 0, outcome.err
+    (plan,) = plans
+    assert (plan.fronts, plan.settings.decoders, plan.min_encoders, plan.max_encoders) == (3, 5, 2, 4)
+    assert f"http://127.0.0.1:{plan.port}/" in outcome.err and plan.port != 0
+    assert plan.folder == (tmp_path / "new").resolve()
 
 
 def test_options_of_ray_need_it(cli: Any, tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ LAYERS = (
     {"session": 1},
     {"report": 1},
     {"experiments": 0, "doctor": 1, "serve": 2},
-    {"cli": 0},
+    {"cluster": 0},
+    {"cli": 1},
 )
 WIDTH, BOX, TALL, STEP = 640, 150, 34, 66
 ROW = re.compile(r"^\| `([a-z]+)` \|.*\|([^|]*)\|$", re.M)

@@ -48,9 +48,14 @@ READING = (
 log = logging.getLogger("testtime.serve")
 
 
+def identity(folder: Path) -> str:
+    """A short name of a service's folder, which tells it from others on the same cluster."""
+    return sha256(str(folder).encode()).hexdigest()[:12]
+
+
 def prefix(folder: Path) -> str:
-    """What the names of a service's actors begin with: services of other folders may run beside it."""
-    return f"{sha256(str(folder).encode()).hexdigest()[:12]}/"
+    """What the names of a service's actors begin with."""
+    return f"{identity(folder)}/"
 
 
 class SharedRates:

@@ -22,16 +22,17 @@ import ray
 from fastapi import FastAPI
 from ray import serve
 from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
 
 from testtime.cluster.directory import FOLDER, check_layout
 from testtime.cluster.encoders import EncoderReplica
-from testtime.cluster.front import NAMESPACE, Streams, prefix
+from testtime.cluster.front import NAMESPACE, Streams, identity, prefix
 from testtime.errors import InputError
 from testtime.files import make_folder
 from testtime.serve.server import CONNECTIONS, GRACE
 from testtime.serve.types import Settings
 
-APPLICATION, ENCODERS, FRONTS = "testtime", "encoders", "fronts"
+ENCODERS, FRONTS = "encoders", "fronts"
 FRONT_CPUS = 0.5
 UPSCALE, DOWNSCALE = 5.0, 60.0  # seconds of more, or less, work before encoders are started or ended
 HEALTH = 2.0  # seconds after which a dead encoder is noticed and replaced
@@ -74,15 +75,24 @@ def serving(plan: Plan, stays: bool = True) -> Iterator[None]:
         },
         logging_config={"log_level": "WARNING", "enable_access_log": False},
     )  # fmt: skip
+    name = application_name(plan.folder)
     try:
-        serve.run(application(plan), name=APPLICATION, route_prefix="/")
+        try:
+            serve.run(application(plan), name=name, route_prefix="/")
+        except RayServeException as problem:
+            raise InputError(f"Ray Serve cannot serve this: {problem}") from None
         yield
     finally:
         with contextlib.suppress(RayError):
-            serve.delete(APPLICATION)
+            serve.delete(name)
         _end_actors(plan.folder)
         if stays and not serve.status().applications:
             serve.shutdown()
+
+
+def application_name(folder: Path) -> str:
+    """The name that Ray Serve knows a service by: that of its folder."""
+    return f"testtime-{identity(folder)}"
 
 
 def application(plan: Plan) -> Any:
@@ -108,7 +118,7 @@ def application(plan: Plan) -> Any:
         from testtime.serve.auth import Gate
 
         logs.set_up(plan.log_format)
-        streams: Any = Streams(plan.folder, settings, APPLICATION, ENCODERS)
+        streams: Any = Streams(plan.folder, settings, application_name(plan.folder), ENCODERS)
         return make_app(streams, Gate(plan.folder, plan.host), settings.limits, secure=plan.certificate is not None)
 
     fronts = serve.deployment(
