@@ -51,13 +51,22 @@ class EncoderReplica:
         encoder = self._encoder
         return About(encoder.name, str(encoder.device), encoder.dim, encoder.scale, encoder.preprocess)
 
-    async def encode_texts(self, texts: Sequence[str]) -> np.ndarray:
-        """Unit features of sentences, (n, D)."""
+    def _check(self, name: str) -> None:
+        """Refuse a stream of another encoder: its features would be taken for those of that one."""
+        if name != self._encoder.name:
+            raise RuntimeError(f"Encoder '{name}' is asked for, and this is '{self._encoder.name}'.")
+
+    async def encode_texts(self, name: str, texts: Sequence[str]) -> np.ndarray:
+        """Unit features of sentences, (n, D), of the encoder of that name."""
+        self._check(name)
         found = await asyncio.to_thread(self._encoder.encode_texts, texts)
         return found.cpu().numpy()
 
-    async def encode(self, pixels: np.ndarray, plan: ViewPlan, index: int, dtype: str) -> np.ndarray | InputError:
+    async def encode(
+        self, name: str, pixels: np.ndarray, plan: ViewPlan, index: int, dtype: str
+    ) -> np.ndarray | InputError:
         """Unit features (V, D) of an image of that index, or what is wrong with it."""
+        self._check(name)
         encoder = self._encoder
         like = torch.empty(0, encoder.dim, dtype=getattr(torch, dtype), device=step_device(encoder.device))
         encoded = await asyncio.wrap_future(self._live.submit(pixels, plan, index, like))
@@ -85,7 +94,7 @@ class Encoders:
 
     def encode_texts(self, texts: Sequence[str]) -> Tensor:
         """Unit features of sentences, (n, D); not for the thread of the event loop."""
-        work = self._patiently(lambda: self._replicas.encode_texts.remote(list(texts)))
+        work = self._patiently(lambda: self._replicas.encode_texts.remote(self.name, list(texts)))
         return torch.from_numpy(np.array(asyncio.run_coroutine_threadsafe(work, self._loop).result()))
 
     def submit(self, source: Source, plan: ViewPlan, index: int, like: Tensor | None = None) -> Future[Encoded]:
@@ -98,7 +107,7 @@ class Encoders:
 
     async def _encoded(self, source: Any, plan: ViewPlan, index: int, dtype: torch.dtype) -> Encoded:
         pixels, kind = as_pixels(source).numpy(), str(dtype).removeprefix("torch.")
-        found = await self._patiently(lambda: self._replicas.encode.remote(pixels, plan, index, kind))
+        found = await self._patiently(lambda: self._replicas.encode.remote(self.name, pixels, plan, index, kind))
         if isinstance(found, InputError):
             return Encoded(index, source, None, found)
         return Encoded(index, source, torch.from_numpy(np.array(found)))

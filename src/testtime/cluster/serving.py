@@ -66,7 +66,10 @@ def serving(plan: Plan, stays: bool = True) -> Iterator[None]:
     check_layout(plan.folder, on_ray=True)
     make_folder(plan.folder / FOLDER)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    _end_actors(plan.folder)  # of a service that was killed
+    name = application_name(plan.folder)
+    if name in serve.status().applications:  # its command was killed, and it went on; its settings may be others
+        serve.delete(name)
+    _end_actors(plan.folder)
     serve.start(
         proxy_location="EveryNode",
         http_options={
@@ -75,12 +78,12 @@ def serving(plan: Plan, stays: bool = True) -> Iterator[None]:
         },
         logging_config={"log_level": "WARNING", "enable_access_log": False},
     )  # fmt: skip
-    name = application_name(plan.folder)
     try:
         try:
             serve.run(application(plan), name=name, route_prefix="/")
         except RayServeException as problem:
-            raise InputError(f"Ray Serve cannot serve this: {problem}") from None
+            reason = str(problem).strip().splitlines()[-1].partition("RayServeException: ")  # after a traceback
+            raise InputError(f"Ray Serve on this cluster refuses: {reason[2] or reason[0]}") from None
         yield
     finally:
         with contextlib.suppress(RayError):
