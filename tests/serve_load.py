@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import threading
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -67,6 +68,12 @@ class Load:
         assert answer.json()["answers"][0]["repeated"] is False
         return answer.json()["answers"][0]
 
+    def wait(self, images: int) -> None:
+        """Wait until so many images are answered."""
+        while len(self.acknowledged) < images:
+            assert not self._problems, self._problems
+            time.sleep(0.01)
+
     def __enter__(self) -> Load:
         for thread in self._threads:
             thread.start()
@@ -75,7 +82,7 @@ class Load:
     def __exit__(self, kind: type | None, problem: BaseException | None, trace: TracebackType | None) -> None:
         self._ending.set()
         for thread in self._threads:
-            thread.join(timeout=300)
+            thread.join(timeout=120)
         if problem is None:
             assert not self._problems, self._problems
             assert len(self.acknowledged) >= self._images

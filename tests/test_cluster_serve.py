@@ -193,10 +193,8 @@ def test_a_stream_whose_machine_dies_moves_to_another(served: Served, tmp_path: 
             if dying:
                 break
         with Load(served.url, [name], clients=3, images=50) as load:
-            time.sleep(1)
+            load.wait(10)
             served.cluster.remove_node(dying[0], allow_graceful=False)
-            while len(load.acknowledged) < 50:
-                time.sleep(0.1)
         assert served.place(name)[0] != home
         check_nothing_lost_or_twice(load.acknowledged, *logs_and_states(client, [name]), tmp_path)
 
