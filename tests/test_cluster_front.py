@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import pickle
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ pytest.importorskip("fastapi", reason="the extra 'serve' is not installed")
 pytest.importorskip("ray", reason="the extra 'ray' is not installed")
 
 import numpy as np  # noqa: E402
-from ray.exceptions import RayActorError  # noqa: E402
+from ray.exceptions import RayActorError, RayTaskError  # noqa: E402
 from serve_load import CLASSES, photograph  # noqa: E402
 
 import testtime as tt  # noqa: E402
@@ -23,6 +24,7 @@ from testtime.cluster import front  # noqa: E402
 from testtime.cluster.adapter import MOVED  # noqa: E402
 from testtime.cluster.directory import has_stream, streams_in  # noqa: E402
 from testtime.images.gpu_views import as_tensor  # noqa: E402
+from testtime.serve.auth import Refusal  # noqa: E402
 from testtime.serve.remote import Remote, perform  # noqa: E402
 from testtime.serve.service import Service  # noqa: E402
 from testtime.serve.types import ServiceError, Settings, StreamSpec, Upload  # noqa: E402
@@ -128,6 +130,28 @@ def test_a_stream_that_nobody_finds_is_told_after_a_while(tmp_path: Path, monkey
         actor.moved = 0
 
     calling(tmp_path, work)
+
+
+def test_a_stream_that_cannot_be_loaded_is_named_and_keeps_no_other_call_from_its_answer(tmp_path: Path) -> None:
+    async def work(streams: Streams, actor: Actor) -> None:
+        damaged = RayTaskError("perform", "Traceback", tt.StateError("the database is damaged"))
+        actor.perform = SimpleNamespace(remote=lambda *_: _raise(damaged))
+        info = await streams.info()
+        assert info["streams"] == 0 and "the database is damaged" in info["broken"]["pets"]
+        assert await streams.streams() == []
+        with pytest.raises(ServiceError, match="cannot be loaded: the database is damaged"):
+            await streams.stream("pets")
+
+    calling(tmp_path, work)
+
+
+async def _raise(problem: Exception) -> None:
+    raise problem
+
+
+def test_an_error_keeps_its_status_on_the_way_to_another_process() -> None:
+    sent = pickle.loads(pickle.dumps(Refusal(429, "rate", "Too many requests.", 2.0)))
+    assert (type(sent), sent.status, str(sent), sent.retry_after) == (ServiceError, 429, "Too many requests.", 2.0)
 
 
 def test_the_directory_lists_streams_and_no_deleted_ones(tmp_path: Path) -> None:

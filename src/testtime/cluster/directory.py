@@ -52,7 +52,7 @@ def _described(path: Path) -> dict[str, dict[str, Any]]:
             return {name: json.loads(spec) for name, spec in base.execute("SELECT name, spec FROM streams")}
         finally:
             base.close()
-    except sqlite3.OperationalError as problem:
+    except sqlite3.DatabaseError as problem:
         if "no such table" in str(problem):  # it is being made
             return {}
-        return {path.parent.name: {}}  # its process died while it wrote: the next one puts that right
+        return {path.parent.name: {}}  # its process died while it wrote, and the next one sees to it; or it is damaged

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from ray.exceptions import RayError, RayTaskError
+from ray.serve.exceptions import RayServeException
 from torch import Tensor
 
 from testtime.encoding.encoders import Deferred, load_encoder
@@ -120,7 +121,7 @@ class Encoders:
                 return await call()
             except RayTaskError:  # an error of ours, which another replica would make too
                 raise
-            except RayError as problem:
+            except (RayError, RayServeException) as problem:
                 if self._loop.time() > end:
                     raise ServiceError(503, "No encoder answers; try again later.", 1.0) from None
                 log.warning("an encoder is gone, asking another one: %s", type(problem).__name__)

@@ -28,6 +28,7 @@ from testtime.cluster.adapter import Adapter
 from testtime.cluster.directory import folder_of, has_stream, streams_in
 from testtime.cluster.encoders import About
 from testtime.cluster.metrics import merged
+from testtime.errors import InputError
 from testtime.serve.auth import Rates, Refusal
 from testtime.serve.remote import Bytes, Header, Remote
 from testtime.serve.service import NAME
@@ -56,6 +57,13 @@ def identity(folder: Path) -> str:
 def prefix(folder: Path) -> str:
     """What the names of a service's actors begin with."""
     return f"{identity(folder)}/"
+
+
+class Broken(ServiceError):
+    """A stream that cannot be loaded."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(500, message)
 
 
 class SharedRates:
@@ -126,7 +134,11 @@ class Streams(Remote):
                 found = await ask(actor)
                 if not (isinstance(found, tuple) and "moved" in found[0]):
                     return found
-            except RayTaskError:
+            except RayTaskError as problem:
+                if isinstance(problem.cause, ServiceError):
+                    raise problem.cause from None
+                if isinstance(problem.cause, InputError):
+                    raise Broken(f"Stream '{name}' cannot be loaded: {problem.cause}") from None
                 raise
             except (RayError, TimeoutError) as problem:
                 if sent and call not in READING:
@@ -175,21 +187,31 @@ class Streams(Remote):
         return list(await asyncio.to_thread(streams_in, self._folder))
 
     async def _all(self, call: str) -> dict[str, Any]:
-        """What every stream answers to a call; one that was deleted meanwhile is left out."""
+        """What every stream answers to a call, or that it is broken; one that was deleted meanwhile is left out."""
 
         async def one(name: str) -> Any:
-            with contextlib.suppress(ServiceError):
+            try:
                 header = {"call": call, "arguments": [], "options": {}}
                 found, data = await self._ask(name, lambda actor: actor.perform.remote(header, EMPTY), call)
                 return bytes(data) if found.get("bytes") else found.get("result")
+            except Broken as broken:
+                return broken
+            except ServiceError:
+                return None
 
         names = await self._names()
         answers = zip(names, await asyncio.gather(*map(one, names)), strict=True)
         return {name: answer for name, answer in answers if answer is not None}
 
+    async def _whole(self, call: str) -> dict[str, Any]:
+        """The same without broken ones."""
+        return {name: answer for name, answer in (await self._all(call)).items() if not isinstance(answer, Broken)}
+
     async def info(self) -> dict[str, Any]:
         """The service in brief."""
-        found, about = list((await self._all("info")).values()), self._about
+        answers, about = await self._all("info"), self._about
+        broken = {name: str(answer) for name, answer in answers.items() if isinstance(answer, Broken)}
+        found = [answer for name, answer in answers.items() if name not in broken]
         return {
             "version": testtime.__version__,
             "encoder": about and about.name,
@@ -197,18 +219,18 @@ class Streams(Remote):
             "methods": registry.METHODS.names(),
             "limits": asdict(self.settings.limits),
             "streams": sum(each["streams"] for each in found),
-            "broken": {name: why for each in found for name, why in each["broken"].items()},
+            "broken": broken | {name: why for each in found for name, why in each["broken"].items()},
             "waiting": sum(each["waiting"] for each in found),
             "read_only": next((each["read_only"] for each in found if each["read_only"]), ""),
         }
 
     async def streams(self) -> list[dict[str, Any]]:
         """All streams, by name."""
-        return [stream for found in (await self._all("streams")).values() for stream in found]
+        return [stream for found in (await self._whole("streams")).values() for stream in found]
 
     async def metrics(self) -> bytes:
         """The metrics of this process and of every stream's, each under its name."""
-        streams = {f"stream {name}": text for name, text in (await self._all("metrics")).items()}
+        streams = {f"stream {name}": text for name, text in (await self._whole("metrics")).items()}
         return merged({f"front {ray.get_runtime_context().get_actor_id()[:8]}": self.telemetry.text()} | streams)
 
     async def spend(self, who: str, rate: float) -> None:

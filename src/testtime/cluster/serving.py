@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import signal
 import threading
 import time
@@ -81,9 +82,8 @@ def serving(plan: Plan, stays: bool = True) -> Iterator[None]:
     try:
         try:
             serve.run(application(plan), name=name, route_prefix="/")
-        except RayServeException as problem:
-            reason = str(problem).strip().splitlines()[-1].partition("RayServeException: ")  # after a traceback
-            raise InputError(f"Ray Serve on this cluster refuses: {reason[2] or reason[0]}") from None
+        except (RayServeException, RuntimeError) as problem:
+            raise InputError(f"Ray Serve could not start the service: {_reason(name, problem)}") from None
         yield
     finally:
         with contextlib.suppress(RayError):
@@ -91,6 +91,14 @@ def serving(plan: Plan, stays: bool = True) -> Iterator[None]:
         _end_actors(plan.folder)
         if stays and not serve.status().applications:
             serve.shutdown()
+
+
+def _reason(name: str, problem: Exception) -> str:
+    """Why an application did not start: the last line of what a replica reported, or of the problem itself."""
+    application = serve.status().applications.get(name)
+    reports = [each.message for each in application.deployments.values()] if application else []
+    lines = [line.strip() for text in (str(problem), *reports) for line in text.splitlines()]
+    return re.sub(r"^[\w.]+: ", "", lines[-1])  # without the name of the exception
 
 
 def application_name(folder: Path) -> str:
