@@ -1,7 +1,7 @@
 """Throughput and latency of `testtime serve`, beside an endpoint as people write it today.
 
     python benchmarks/serve.py --model ViT-B-16 --clients 1,8,32 --seconds 15 --out serve.json
-    python benchmarks/serve.py --device cuda --classes 1000 --only testtime --decoders 12
+    python benchmarks/serve.py --device cuda --classes 1000 --only testtime --processes 4 --decoders 8
 
 Three servers, one after another, each in its own process, with the same encoder (random weights) and the same JPEG
 files: the service with DPE (and the guard, unless --no-guard), and two FastAPI endpoints that read an image with
@@ -35,10 +35,18 @@ ENVIRONMENT = dict(os.environ)  # before testtime is imported, which sets how th
 # A client, in its own process: nothing heavy is imported
 
 
-def client(port: int, path: str, folder: Path, number: int, start: float, warm: float, end: float) -> None:
-    """Send images until a time, and print when each was sent, its seconds and what the service says of them."""
+def client(port: int, path: str, folder: Path, number: int, each: int, start: float, warm: float, end: float) -> None:
+    """Send requests of `each` images until a time, and print the seconds of each, and what the service says of them."""
     files = sorted(folder.glob("*.jpg"))
     images = [file.read_bytes() for file in files[number % len(files) :] + files[: number % len(files)]]
+    kind = "image/jpeg"
+    if each > 1:
+        kind, part = (
+            "multipart/form-data; boundary=x",
+            b'--x\r\nContent-Disposition: form-data; name="file"\r\n\r\n%s\r\n',
+        )
+        groups = [images[first : first + each] for first in range(0, len(images) - each + 1, each)]
+        images = [b"".join(part % image for image in group) + b"--x--\r\n" for group in groups]
     connection = HTTPConnection("127.0.0.1", port, timeout=120)
     connection.connect()
     connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -49,7 +57,7 @@ def client(port: int, path: str, folder: Path, number: int, start: float, warm: 
         time.sleep(0.001)
     while (sent := time.time()) < end:
         began = time.perf_counter()
-        connection.request("POST", path, images[count % len(images)], {"Content-Type": "image/jpeg"})
+        connection.request("POST", path, images[count % len(images)], {"Content-Type": kind})
         response = connection.getresponse()
         body = response.read()
         took = time.perf_counter() - began
@@ -135,7 +143,7 @@ def server(kind: str, encoder: str, options: argparse.Namespace, folder: Path) -
         port = free.getsockname()[1]
     if kind == "testtime":
         words = ["-m", "testtime", "serve", "--encoder", encoder, "--device", options.device, "--port", port,
-                 "--folder", folder / "service", "--decoders", options.decoders,
+                 "--folder", folder / "service", "--decoders", options.decoders, "--processes", options.processes,
                  "--max-batch", options.max_batch]  # fmt: skip
     else:
         words = [__file__, "--bare", kind, "--encoder", encoder, "--device", options.device, "--classes",
@@ -196,7 +204,9 @@ def measure(
     words = [__file__, "--client", str(port), path, str(images)]
     running = [
         subprocess.Popen(
-            [sys.executable, *words, str(number), str(start), str(warm), str(end)], stdout=subprocess.PIPE, text=True
+            [sys.executable, *words, str(number), str(options.each), str(start), str(warm), str(end)],
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for number in range(clients)
     ]
@@ -210,10 +220,10 @@ def measure(
         raise RuntimeError(f"No request of {clients} clients was answered.")
     result: dict[str, Any] = {
         "clients": clients,
-        "images": len(seconds),
+        "images": options.each * len(seconds),
         "failed": sum(one["failed"] for one in found),
-        "images_per_second": round(len(seconds) / options.seconds, 2),
-        "cpu_ms_per_image": round(1000 * used / len(seconds), 2),
+        "images_per_second": round(options.each * len(seconds) / options.seconds, 2),
+        "cpu_ms_per_image": round(1000 * used / (options.each * len(seconds)), 2),
         "cores_used": round(used / options.seconds, 2),  # fewer than there are: others had them, or it waited
         **{f"p{q}_ms": round(1000 * seconds[min(len(seconds) - 1, len(seconds) * q // 100)], 2) for q in (50, 90, 99)},
     }
@@ -224,6 +234,11 @@ def measure(
         after = busy(port)
         result["batch_images"] = round((after[0] - before[0]) / max(1, after[2] - before[2]), 2)
     return result
+
+
+def learned(port: int) -> int:
+    """Images that the stream has learned from."""
+    return int(json.loads(call(port, "GET", "/v1/streams/bench")[1])["learned"])
 
 
 def busy(port: int) -> tuple[float, float, float]:
@@ -276,8 +291,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         for number in range(FILES):
             photograph(number).save(images / f"{number:04d}.jpg", quality=90)
         encoder = checkpoint(options.model, folder)
-        report["encoder alone"] = encoder_alone(encoder, options, images)
-        print(f"encoder alone: {report['encoder alone']['images_per_second']} images a second", flush=True)
+        if not options.no_alone:
+            report["encoder alone"] = encoder_alone(encoder, options, images)
+            print(f"encoder alone: {report['encoder alone']['images_per_second']} images a second", flush=True)
         for kind in options.only.split(","):
             report[kind] = []
             with server(kind, encoder, options, folder) as (port, process):
@@ -292,7 +308,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 if status != 200:
                     raise RuntimeError(body.decode())
                 for clients in map(int, options.clients.split(",")):
+                    before = learned(port) if kind == "testtime" else 0
                     found = measure(port, process, path, clients, options, images)
+                    if kind == "testtime":
+                        found["learned"] = learned(port) - before  # images of the warm-up among them
                     report[kind].append(found)
                     print(kind, json.dumps(found), flush=True)
                     if options.out:
@@ -306,7 +325,8 @@ def photograph_bytes(images: Path) -> bytes:
 
 def summary(report: dict[str, Any]) -> None:
     """Print how the servers compare, by the number of clients."""
-    alone = report["encoder alone"]
+    if (alone := report.get("encoder alone")) is None:
+        return
     for ours in report.get("testtime", []):
         lost = 1 - ours["images_per_second"] / alone["images_per_second"]
         outside = 1 - alone["cpu_ms_per_image"] / ours["cpu_ms_per_image"]
@@ -322,19 +342,22 @@ def summary(report: dict[str, Any]) -> None:
 def main(arguments: list[str] | None = None) -> None:
     words = sys.argv[1:] if arguments is None else arguments
     if words[:1] == ["--client"]:
-        port, path, folder, number, *times = words[1:]
-        return client(int(port), path, Path(folder), int(number), *map(float, times))
+        port, path, folder, number, each, *times = words[1:]
+        return client(int(port), path, Path(folder), int(number), int(each), *map(float, times))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="JSON file, rewritten after every measurement")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--model", default="ViT-B-16", help="or tiny")
     parser.add_argument("--classes", type=int, default=100)
     parser.add_argument("--clients", default="1,8,32")
+    parser.add_argument("--each", type=int, default=1, help="images in a request, of the service alone")
     parser.add_argument("--seconds", type=float, default=15)
     parser.add_argument("--warm", type=float, default=3)
     parser.add_argument("--decoders", type=int, default=2)
+    parser.add_argument("--processes", type=int, default=0, help="that speak HTTP for the service")
     parser.add_argument("--max-batch", type=int, default=32)
     parser.add_argument("--no-guard", action="store_true")
+    parser.add_argument("--no-alone", action="store_true", help="do not measure the encoder by itself")
     parser.add_argument("--only", default=",".join(SERVERS))
     parser.add_argument("--bare", help=argparse.SUPPRESS)
     parser.add_argument("--encoder", help=argparse.SUPPRESS)

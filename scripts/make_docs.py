@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from pages import architecture, benchmarks, commands, differences, experiments, methods, speed
+from pages import architecture, benchmarks, cluster, commands, differences, experiments, methods, speed
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -24,6 +24,7 @@ WHOLE: dict[str, Callable[[], str]] = {
 }
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "architecture.md": {"subpackages": architecture.diagram},
+    "cluster.md": {"plan": cluster.plan, "gpus": cluster.gpus},
     "data.md": {"benchmarks": benchmarks.table, "layouts": benchmarks.layouts},
     "dpe.md": {"differences": differences.part},
     "experiments.md": {

@@ -254,7 +254,7 @@ def test_batch_is_launched_at_its_deadline_and_split_into_launches(
 
 def test_launches_hold_images_of_one_kind(live: Any, on_device: None) -> None:
     batches: list[int] = []
-    encoder = live(max_batch=12, deadline=LONG, on_batch=lambda images, _: batches.append(images))
+    encoder = live(max_batch=12, deadline=1.0, on_batch=lambda images, _: batches.append(images))
     double = torch.zeros(2, TINY.dim, dtype=torch.float64)
     kinds = [(ViewPlan(2), None), (ViewPlan(3), None), (ViewPlan(3, augmix=True), None), (ViewPlan(3), double)]
     jobs = [(pixels(n), *kind, n) for n, kind in enumerate(3 * kinds)]

@@ -30,7 +30,7 @@ class Server:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self.folder, self.log = folder, folder.parent / "server.log"
+        self.folder, self.log, self.starts = folder, folder.parent / "server.log", 0
         self.start()
 
     def start(self) -> None:
@@ -43,7 +43,10 @@ class Server:
             str(self.folder),
             "--snapshot-every",
             "50",
+            "--processes",
+            str(2 * (self.starts % 2)),  # every second time, HTTP is spoken by processes of its own
         ]
+        self.starts += 1
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "testtime", "serve", *options], stdout=log, stderr=log, env=os.environ

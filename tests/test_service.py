@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ import testtime as tt  # noqa: E402
 from testtime.methods.base import leaves  # noqa: E402
 from testtime.serve import pipeline  # noqa: E402
 from testtime.serve.service import Service  # noqa: E402
+from testtime.serve.store import Store  # noqa: E402
 from testtime.serve.types import Limits, ServiceError, Settings, StreamSpec, Upload  # noqa: E402
 
 CLASSES = ("cat", "dog", "fox", "owl")
@@ -318,6 +320,30 @@ def test_only_so_many_images_wait(encoder: Any, tmp_path: Path) -> None:
     serving(encoder, tmp_path, work, Settings(limits=Limits(waiting=4)))
 
 
+def test_images_go_on_while_a_snapshot_is_written(
+    encoder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, write = threading.Event(), Store.write_state
+
+    async def work(service: Service) -> None:
+        await service.create(StreamSpec("pets", CLASSES))
+        monkeypatch.setattr(Store, "write_state", lambda *given: (go.wait(60), write(*given))[1])
+        for number in range(9):
+            await service.answer("pets", uploads([number]))
+        assert len(await service.snapshots("pets")) == 1  # it waits, and no image does
+        change = asyncio.create_task(service.rollback("pets", before=8))
+        await asyncio.sleep(0.1)
+        assert not change.done()
+        go.set()
+        assert (await change)["images"] == 7
+        monkeypatch.undo()
+        numbers = [snapshot["event"] for snapshot in await service.snapshots("pets")]
+        assert numbers == [0, 4, 10]  # the start, the one after four images, and the rollback
+        assert same(session_of(service, "pets"), offline(encoder, range(7))[0])
+
+    serving(encoder, tmp_path, work, Settings(snapshot_every=4))
+
+
 def test_old_features_and_rows_go_and_the_stream_stays(encoder: Any, tmp_path: Path) -> None:
     settings = Settings(snapshot_every=4, keep_images=8, keep_log=16)
 
@@ -325,6 +351,7 @@ def test_old_features_and_rows_go_and_the_stream_stays(encoder: Any, tmp_path: P
         await service.create(StreamSpec("pets", CLASSES))
         for number in range(40):
             await service.answer("pets", uploads([number]))
+            service.find("pets").learning.wait_until_saved()
         rows = await service.images("pets", limit=100)
         assert 16 <= len(rows) <= 24
         assert len(await service.snapshots("pets")) <= 4

@@ -18,7 +18,7 @@ LAYERS = (
     {"session": 1},
     {"report": 1},
     {"experiments": 0, "doctor": 1, "serve": 2},
-    {"cluster": 0},
+    {"cluster": 2},
     {"cli": 1},
 )
 WIDTH, BOX, TALL, STEP = 640, 150, 34, 66

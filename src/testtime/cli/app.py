@@ -14,7 +14,20 @@ import typer
 from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
-from testtime.cli import about, data, doctor, encode, experiments, history, leaderboard, replay, report, run, serve
+from testtime.cli import (
+    about,
+    data,
+    doctor,
+    encode,
+    experiments,
+    history,
+    leaderboard,
+    plan,
+    replay,
+    report,
+    run,
+    serve,
+)
 from testtime.cli import train_prompts as prompts
 from testtime.cli.options import flag, name_metavars
 from testtime.cli.terminal import err
@@ -126,7 +139,7 @@ def _readable(commands: typer.Typer) -> typer.Typer:
     return commands
 
 
-for commands in (run, encode, replay, report, serve, prompts, experiments, doctor, about):
+for commands in (run, encode, replay, report, serve, prompts, experiments, plan, doctor, about):
     app.add_typer(_readable(commands.app))  # no name: its commands are at the top level
 app.add_typer(_readable(data.app), name="data", cls=Group)
 app.add_typer(_readable(history.app), name="history", cls=Group)

@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 
 from testtime.cli import config, options
-from testtime.cli.terminal import counted, err, note, progress
+from testtime.cli.terminal import counted, err, note, progress, waiting
 from testtime.errors import InputError
 from testtime.machine.interrupts import on_interrupt
 
@@ -40,6 +40,11 @@ def encode(
         str, typer.Option("--dtype", metavar="NAME", help="Stored precision: float16 or float32.")
     ] = "float16",
     shard: Annotated[int | None, typer.Option("--shard", help="Images per shard; --out is then a folder.")] = None,
+    on: options.On = None,
+    workers: Annotated[
+        int | None,
+        typer.Option("--workers", help="Workers on Ray, each with its encoder.", show_default="one per GPU or machine"),
+    ] = None,
     force: options.Force = False,
     strict: options.Strict = False,
     config_file: config.Config = None,
@@ -67,14 +72,26 @@ def encode(
         raise registry.unknown("dtype", dtype, encoding.DTYPES)
     if shard is not None and shard < 1:
         raise InputError(f"--shard {shard}: must be 1 or more.")
-    source, count = options.variations_of(variations, views, paths, find_device(device))
+    if workers is not None and on is None:
+        raise InputError(f"--workers {workers} is for --on ray; without Ray, one process uses all cores or a GPU.")
+    here = "auto" if on is not None and device == "cuda" else device  # the class names are encoded on this machine
+    source, count = options.variations_of(variations, views, paths, find_device(here))
     plan = ViewPlan(count, augmix, seed, source)
     check_place(output) if shard is None else check_folder(output)
     check_place(save_config)
     context.with_resource(locked(output))
     refuse_existing({"--out": output}, force)  # a folder of shards is resumed
     config.save(context, save_config)
-    loaded = options.encoder_of(encoder, device)
+    streamed: encoding.Streamed = encoding.stream
+    if on is not None:
+        from testtime.cluster.connect import connected
+
+        with waiting("connecting to Ray"):
+            context.with_resource(connected(on))
+        from testtime.cluster.encode import RayStream
+
+        streamed = RayStream(device, workers, encoding.DTYPES[dtype])
+    loaded = options.encoder_of(encoder, here)
     task = options.task_of(loaded, names, template, descriptions, prompts)
     skipped: list[str] = []
 
@@ -94,5 +111,6 @@ def encode(
             loaded, task, paths, output, plan,
             labels=[labels[i] for i in order], dtype=encoding.DTYPES[dtype], shard=shard, resume=True, dataset=images,
             on_skip=None if strict else skip, progress=advance, report=note,
+            streamed=streamed,
         )  # fmt: skip
     note(f"{counted(done, 'image')} x {counted(plan.total, 'view')} in {output}, {len(skipped)} skipped.")

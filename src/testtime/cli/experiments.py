@@ -16,6 +16,7 @@ from testtime.cli.options import (
     Device,
     EncoderName,
     Every,
+    On,
     Root,
     Templates,
     benchmarks_with_root,
@@ -37,6 +38,7 @@ from testtime.cli.plans import (
     Shard,
     Track,
     check_out,
+    executor_of,
     numbers_of,
     plan_of,
     print_notes,
@@ -49,6 +51,7 @@ from testtime.machine.interrupts import on_interrupt
 
 if TYPE_CHECKING:
     from testtime.experiments.catalogue import Experiment
+    from testtime.experiments.jobs import Executor
     from testtime.experiments.plan import Plan, Plans
 
 app = typer.Typer()
@@ -85,6 +88,7 @@ def eval_(
     every: Every = "1s",
     shard: Shard = 256,
     device: Device = "auto",
+    on: On = None,
     output: Out = Path("runs"),
     as_json: Json = False,
     config_file: config.Config = None,
@@ -107,10 +111,11 @@ def eval_(
     check_folder(output)
     check_place(save_config)
     config.save(context, save_config)
-    with on_interrupt(lambda: stopped(output)):
+    with on_interrupt(lambda: stopped(output)), executor_of(on) as executor:
         plan = plan_of(
             encoder_of(encoder, device), output, seeds=seeds, track=track, protocol=protocol, views=views,
             augmix=augmix, template=template, descriptions=descriptions, learned=learned, limit=limit, shard=shard,
+            executor=executor,
         )  # fmt: skip
         result = evaluate(plan, datasets, [name.strip() for name in methods.split(",") if name.strip()])
         write_results(output, "results", result, evaluation_markdown(result))
@@ -173,6 +178,7 @@ def bench(
     ] = None,
     limit: Limit = None,
     device: Device = "auto",
+    on: On = None,
     dry_run: Annotated[bool, flag("--dry-run", help="Estimate the cost without running anything.")] = False,
     output: Out = Path("runs"),
     as_json: Json = False,
@@ -187,6 +193,7 @@ def bench(
         lines = [[key, entry.title, entry.place] for key, entry in EXPERIMENTS.items()]
         print_table("", ["name", "what it shows", "in the paper"], lines, left=3)
         return
+    from testtime.experiments.jobs import in_order
     from testtime.experiments.run import (
         find_columns,
         find_experiment,
@@ -199,21 +206,24 @@ def bench(
 
     experiment = find_experiment(name)
     experiment = experiment._replace(rows=tuple(selected(experiment, rows)))  # errors come before the encoder is loaded
+    if on is not None and (dry_run or experiment.measure == "queues"):
+        reason = "--dry-run runs no cells" if dry_run else f"'{name}' is one run over one stream"
+        raise InputError(f"--on {on}: {reason}; leave it out.")
     if experiment.measure == "streams":
         _check_streams(data, dry_run, views, encoder=encoder, descriptions=descriptions, prompts=learned)
         seeds = seeds or ",".join(map(str, experiment.seeds))
 
-    def plans() -> Plans:
+    def plans(executor: Executor) -> Plans:
         given = [encoder] if encoder is not None else experiment.encoders
         allow_missing = encoder is None and (len(given) > 1 or bool(experiment.datasets))
         return _plans(
             given, allow_missing, dry_run, device, output, seeds=seeds, track=track, protocol=protocol, views=views,
-            augmix=augmix, descriptions=descriptions, learned=learned, limit=limit,
+            augmix=augmix, descriptions=descriptions, learned=learned, limit=limit, executor=executor,
         )  # fmt: skip
 
     with on_interrupt(lambda: stopped(output)):
         if dry_run:
-            _dry_run(experiment, data, plans, as_json)
+            _dry_run(experiment, data, lambda: plans(in_order), as_json)
             return
         columns = find_columns(experiment, data)
         check_out(
@@ -226,7 +236,8 @@ def bench(
         print_notes(column for column in columns.values() if not isinstance(column, str))
         moments = None if after is None else numbers_of(after, "--after")
         check_folder(output)
-        result = run_experiment(name, plans(), columns, rows, moments, foreign)
+        with executor_of(on) as executor:
+            result = run_experiment(name, plans(executor), columns, rows, moments, foreign)
         write_experiment(output, result, columns, "testtime " + shlex.join(sys.argv[1:]))
     if as_json:
         print(json.dumps(result))

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from testtime.cli.options import Device, EncoderName, Root, benchmarks_with_root, encoder_of, flag, given
+from testtime.cli.options import Device, EncoderName, On, Root, benchmarks_with_root, encoder_of, flag, given
 from testtime.cli.plans import (
     Described,
     Json,
     Limit,
     Out,
     check_out,
+    executor_of,
     numbers_of,
     plan_of,
     print_table,
@@ -28,6 +29,7 @@ from testtime.errors import InputError
 from testtime.machine.interrupts import on_interrupt
 
 if TYPE_CHECKING:
+    from testtime.experiments.jobs import Executor
     from testtime.experiments.lab import Record
     from testtime.experiments.plan import Plan
 
@@ -86,6 +88,7 @@ def make(
     descriptions: Described = None,
     limit: Limit = None,
     device: Device = "auto",
+    on: On = None,
     dry_run: Annotated[bool, flag("--dry-run", help="Encode, estimate the time, and stop.")] = False,
     output: Out = RUNS,
     as_json: Json = False,
@@ -108,8 +111,10 @@ def make(
     kinds = leaderboard.chosen_streams(_words(streams))
     check_out(output, NAME, data, encoder, descriptions, None)
     check_folder(output)
-    with on_interrupt(lambda: stopped(output)):
-        plan = _plan(encoder, device, output, _seeds(orders, seeds), descriptions, limit)
+    if on is not None and dry_run:
+        raise InputError(f"--on {on}: --dry-run runs no cells; leave it out.")
+    with on_interrupt(lambda: stopped(output)), executor_of(on) as executor:
+        plan = _plan(encoder, device, output, _seeds(orders, seeds), descriptions, limit, executor)
         opened = [(what, leaderboard.open_sources(plan, what, root)) for what in data]
         entries = leaderboard.entries_of(plan, [each for _, found in opened for each in found], names, kinds, oracle)
         seconds = leaderboard.estimate(plan, entries)
@@ -142,6 +147,7 @@ def verify(
     root: Root = None,
     descriptions: Described = None,
     device: Device = "auto",
+    on: On = None,
     output: Out = RUNS,
     as_json: Json = False,
 ) -> None:
@@ -155,9 +161,10 @@ def verify(
     drawn = sample(board, cells, seed)
     if not drawn:
         raise InputError(f"{file} has no cells to repeat.")
-    with on_interrupt(lambda: "Interrupted. Nothing was decided; run the command again."):
+    undecided = "Interrupted. Nothing was decided; run the command again."
+    with on_interrupt(lambda: undecided), executor_of(on) as executor:
         wanted = {entry["source"] for entry, _ in drawn}
-        plan, sources = _reopened(board, wanted, data, root, output, device, descriptions)
+        plan, sources = _reopened(board, wanted, data, root, output, device, descriptions, executor)
         found = []
         for each in repeat(plan, board, sources, drawn, tolerance / 100):
             found.append(each)
@@ -209,17 +216,18 @@ def _seeds(orders: int | None, seeds: str | None) -> Sequence[int]:
 
 
 def _plan(
-    encoder: str, device: str, output: Path, seeds: Sequence[int], descriptions: Path | None, limit: int | None
-) -> Plan:
+    encoder: str, device: str, output: Path, seeds: Sequence[int], descriptions: Path | None, limit: int | None,
+    executor: Executor,
+) -> Plan:  # fmt: skip
     return plan_of(
         encoder_of(encoder, device), output, seeds=",".join(map(str, seeds)), track="one-setting", protocol="released",
-        views=None, augmix=False, descriptions=descriptions, learned=None, limit=limit,
+        views=None, augmix=False, descriptions=descriptions, learned=None, limit=limit, executor=executor,
     )  # fmt: skip
 
 
 def _reopened(
     board: Record, wanted: set[str], data: Sequence[str] | None, root: Path | None, output: Path, device: str,
-    descriptions: Path | None,
+    descriptions: Path | None, executor: Executor,
 ) -> tuple[Plan, list[Any]]:  # fmt: skip
     """The sources of a submission as they are now, and a plan to run them."""
     from testtime.experiments.leaderboard import open_sources
@@ -232,7 +240,7 @@ def _reopened(
             encoder = "offline" if is_stored(Path(what)) else source["about"]["encoder"]
             key = what, encoder, source["limit"]
             if key not in opened:
-                opened[key] = _plan(encoder, device, output, [1], descriptions, source["limit"])
+                opened[key] = _plan(encoder, device, output, [1], descriptions, source["limit"], executor)
                 found += open_sources(opened[key], what, root)
     return next(iter(opened.values())), found
 

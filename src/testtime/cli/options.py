@@ -98,7 +98,8 @@ Images = Annotated[
     typer.Argument(
         metavar="IMAGES",
         help="A folder, a quoted glob pattern, a .txt list of paths, an image or a video, or - for paths on standard "
-        "input; a CSV, .tar shards or a saved dataset; or a benchmark's name with --root.",
+        "input; a CSV, .tar shards or a saved dataset; a URL such as s3://bucket/photos; or a benchmark's name with "
+        "--root.",
         autocompletion=benchmarks_with_root,
     ),
 ]

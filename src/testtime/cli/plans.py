@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,6 +18,7 @@ from testtime.errors import InputError
 
 if TYPE_CHECKING:
     from testtime.datasets import Dataset
+    from testtime.experiments.jobs import Executor
     from testtime.experiments.plan import Plan
     from testtime.types import Encoder
 
@@ -91,6 +93,7 @@ def plan_of(
     descriptions: Path | None,
     learned: Path | None,
     limit: int | None,
+    executor: Executor,
     template: list[str] | None = None,
     shard: int = 256,
 ) -> Plan:
@@ -121,7 +124,24 @@ def plan_of(
         limit,
         shard,
         note,
+        executor,
     )
+
+
+@contextmanager
+def executor_of(on: str | None) -> Iterator[Executor]:
+    """What runs the cells: this process, or Ray, with a live table of what runs where."""
+    from testtime.experiments.jobs import in_order
+
+    if on is None:
+        yield in_order
+        return
+    from testtime.cli.live import Jobs
+    from testtime.cluster.connect import connected
+    from testtime.cluster.jobs import on_ray
+
+    with connected(on):
+        yield on_ray(Jobs)
 
 
 def check_out(

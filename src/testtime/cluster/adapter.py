@@ -60,13 +60,13 @@ class Adapter:
     async def perform(self, header: Header, blob: np.ndarray) -> tuple[Header, bytes]:
         """Answer a call as `serve.remote.perform` does, or say that it must be made elsewhere."""
         service = await self._started()
-        if self._ending or service.fenced:
+        if self._ending:
             return MOVED
-        found = await perform(service, header, as_tensor(blob))
-        if service.fenced:
-            asyncio.get_running_loop().call_later(LEAVE, os._exit, 1)
-            return MOVED
-        return found
+        found = MOVED if service.fenced else await perform(service, header, as_tensor(blob))
+        if not service.fenced:
+            return found
+        asyncio.get_running_loop().call_later(LEAVE, os._exit, 1)
+        return MOVED
 
     async def events(self, name: str, reader: str, wait: bool) -> list[Event]:
         """What happened in the stream since a reader last asked, or happens next if it waits."""

@@ -71,7 +71,6 @@ def _settings(address: str) -> dict[str, Any]:
         "address": address,
         "log_to_driver": False,
         "logging_level": logging.ERROR,
-        "configure_logging": False,
     }
     if address == "local":
         # of the package that runs here, which need not be the one installed

@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from testtime.datasets import own, shards, tables
+from testtime.datasets import own, remote, shards, tables
 from testtime.datasets.benchmarks import BENCHMARKS, DATASETS, Benchmark, benchmark, templates
 from testtime.datasets.dataset import UNNAMED, Dataset, labels_among, listed_images, subfolders
 from testtime.datasets.locate import Location, identify, locate, open_benchmark, read_benchmark
 from testtime.datasets.matching import describe
 from testtime.datasets.own import read_folders
 from testtime.datasets.splits import SPLIT, read_split
+from testtime.files.remote import is_url
 from testtime.images import formats
 from testtime.images.formats import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from testtime.text.prompts import check_classes
@@ -44,6 +45,7 @@ def open_dataset(what: str | Path, *, root: str | Path | None = None, part: str 
     - .tar shards in webdataset's form: a file, a folder of them, or a pattern such as `shard-{000..009}.tar`
     - a folder that `datasets` has saved (`save_to_disk`), or Parquet files
     - a CSV, TSV or JSON-lines file of path and label
+    - a URL of images or .tar shards that fsspec reads, such as `s3://bucket/photos`
 
     A video, wherever it is, stands for its frames: one `every` so often ("1s", "500ms"), or every n-th ("10f"). They
     have the video's label. Problems that do not stop the stream are listed in `notes`, and so are files left out.
@@ -67,6 +69,8 @@ def _open(what: str | Path, root: str | Path | None, part: str) -> Dataset:
     if root is not None:
         found, folder = DATASETS.find(str(what)), Path(os.path.expanduser(root))
         return open_benchmark(found, folder, part) if isinstance(found, Benchmark) else found(folder, part)
+    if is_url(text):
+        return remote.read_url(text)
     path = Path(text)
     if text == STANDARD_INPUT:
         return own.read_unlabelled(text)
@@ -77,7 +81,7 @@ def _open(what: str | Path, root: str | Path | None, part: str) -> Dataset:
     if os.path.exists(text):
         raise InputError(f"{text} is neither a file nor a folder, but a pipe, a socket or a device.")
     if text.endswith(".tar") and ("{" in text or glob.has_magic(text)):
-        return shards.read_shards(shards.find_shards(text), path.stem)
+        return shards.read_shards(archives := shards.find_shards(text), path.stem, archives[0].parent)
     if glob.has_magic(text):
         return own.read_unlabelled(text)
     if DATASETS.known(text):
@@ -125,7 +129,7 @@ def _open_file(file: Path, part: str) -> Dataset:
         case suffix if suffix in own.TABLES:
             return own.read_table(file)
         case ".tar":
-            return shards.read_shards([file], file.stem)
+            return shards.read_shards([file], file.stem, file.parent)
         case ".parquet":
             return tables.read_tables([file], file.stem, file.parent)
         case suffix if command := formats.missing(suffix):
@@ -148,7 +152,7 @@ def _open_folder(folder: Path, part: str) -> Dataset:
     if files := tables.find_parquet(folder, part):
         return tables.read_tables(files, folder.name, folder)
     if archives := shards.find_shards(folder):
-        return shards.read_shards(archives, folder.name)
+        return shards.read_shards(archives, folder.name, folder)
     if part_folder := own.part_folder(folder, part):
         inside = _open_folder(part_folder, part)
         return replace(inside, name=folder.name, notes=(f"the images are from {part_folder}", *inside.notes))

@@ -9,10 +9,11 @@ import re
 import tarfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from testtime.datasets.dataset import Dataset, number_labels, written
 from testtime.files import parse_json
+from testtime.files.remote import RemoteFile, RemoteImage, remote_errors
 from testtime.images.formats import IMAGE_SUFFIXES, left_out
 from testtime.types import InputError
 
@@ -45,7 +46,7 @@ def find_shards(pattern: str | Path) -> list[Path]:
     if os.path.isdir(text):
         return sorted(Path(text).glob("*.tar"))
     found: list[Path] = []
-    for name in _expand(text):
+    for name in expand(text):
         matches = [name] if os.path.exists(name) else sorted(glob.glob(name)) if glob.has_magic(name) else []
         if not matches:
             raise InputError(f"No file {name}" + (f", which '{text}' names." if name != text else "."))
@@ -53,9 +54,9 @@ def find_shards(pattern: str | Path) -> list[Path]:
     return found
 
 
-def read_shards(shards: Sequence[Path], name: str) -> Dataset:
-    """The images of tar files in their order, with the labels beside them."""
-    images: list[TarImage] = []
+def read_shards(shards: Sequence[Path | RemoteFile], name: str, beside: Path) -> Dataset:
+    """The images of tar files in their order, with the labels beside them; `beside` may hold the classes' names."""
+    images: list[TarImage | RemoteImage] = []
     values: list[str | None] = []
     others: list[str] = []
     for shard in shards:
@@ -67,18 +68,18 @@ def read_shards(shards: Sequence[Path], name: str) -> Dataset:
         where = f"{shards[0]}" + (f" or the {len(shards) - 1} after it" if shards[1:] else "")
         raise InputError(f"No image in {'; '.join([where, *rest])}.")
     where = f"A label of {shards[0]}" + (f" or the {len(shards) - 1} after it" if shards[1:] else "")
-    labels, names, notes = number_labels(values, shards[0].parent, where)
+    labels, names, notes = number_labels(values, beside, where)
     return Dataset(name, images, labels, names, (*notes, *rest))
 
 
-def _samples(shard: Path, others: list[str]) -> Iterator[tuple[TarImage, str | None]]:
+def _samples(shard: Path | RemoteFile, others: list[str]) -> Iterator[tuple[TarImage | RemoteImage, str | None]]:
     """Images and labels of one tar file; only headers and labels are read. Names of other members go to `others`."""
-    images: dict[str, TarImage] = {}
+    images: dict[str, TarImage | RemoteImage] = {}
     labels: dict[str, str] = {}
-    if not os.path.isfile(shard):
+    if isinstance(shard, Path) and not os.path.isfile(shard):
         raise InputError(f"Cannot read {shard}: it is not a file.")
     try:
-        with tarfile.open(shard, "r:") as archive:
+        with _open(shard) as file, tarfile.open(fileobj=file, mode="r:") as archive:
             for member in archive:
                 key, suffix = _key(member.name)
                 if not member.isfile() or not suffix:
@@ -96,7 +97,8 @@ def _samples(shard: Path, others: list[str]) -> Iterator[tuple[TarImage, str | N
                     stream = archive.extractfile(member)
                     labels[key] = _label(stream.read() if stream else b"", suffix, f"{shard}/{member.name}")
                 elif key not in images:
-                    images[key] = TarImage(shard, member.name, member.offset_data, member.size)
+                    where = member.name, member.offset_data, member.size
+                    images[key] = TarImage(shard, *where) if isinstance(shard, Path) else shard.image(*where)
     except OSError as problem:
         raise InputError(f"Cannot read {shard}: {problem.strerror or problem}.") from None
     # Python's reader lets these through if a header's numbers or texts are damaged, or there are too many
@@ -105,6 +107,13 @@ def _samples(shard: Path, others: list[str]) -> Iterator[tuple[TarImage, str | N
             f"{shard} is not a plain tar file, or is cut short ({problem}). Copy it again; unpack a .tar.gz to a .tar."
         ) from None
     return ((image, labels.get(key)) for key, image in images.items())
+
+
+def _open(shard: Path | RemoteFile) -> BinaryIO:
+    if isinstance(shard, Path):
+        return open(shard, "rb")
+    with remote_errors(shard.url):
+        return shard.open()
 
 
 def _key(member: str) -> tuple[str, str]:
@@ -133,7 +142,7 @@ def _label(content: bytes, suffix: str, where: str) -> str:
     return text
 
 
-def _expand(pattern: str) -> list[str]:
+def expand(pattern: str) -> list[str]:
     """All the names that a pattern with braces expands to."""
     match = BRACES.search(pattern)
     if not match:
@@ -145,4 +154,4 @@ def _expand(pattern: str) -> list[str]:
         choices = [f"{number:0{width}d}" for number in range(int(ends[1]), int(ends[2]) + 1)]
     else:
         choices = match[1].split(",")
-    return [name for choice in choices for name in _expand(pattern[: match.start()] + choice + pattern[match.end() :])]
+    return [name for choice in choices for name in expand(pattern[: match.start()] + choice + pattern[match.end() :])]

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,6 +20,14 @@ DTYPES = {"float16": torch.float16, "float32": torch.float32}
 Report: TypeAlias = Callable[[str], None] | None
 Progress: TypeAlias = Callable[[int], None] | None
 RECIPE = 1  # version of views and features: incremented whenever the same images give other numbers
+
+
+class Streamed(Protocol):
+    """From images to features, as `stream`: here, or on other machines."""
+
+    def __call__(
+        self, encoder: Encoder, images: Iterable[StoredImage], plan: ViewPlan, *, indices: Sequence[int]
+    ) -> Iterable[Encoded]: ...
 
 
 class _Done(NamedTuple):
@@ -45,6 +53,7 @@ def encode(
     on_skip: Report = None,
     progress: Progress = None,
     report: Report = None,
+    streamed: Streamed = stream,
 ) -> int:
     """Write the features of images to a store, and return how many there are.
 
@@ -55,6 +64,8 @@ def encode(
     With `resume`, finished shards of an earlier run of the same images are kept. A shard whose images have changed is
     encoded again and reported to `report`; one with other labels gets the new ones without encoding. Shards made with
     other settings are refused, and so are other classes or prompts, unless `retext` replaces them too.
+
+    `streamed` encodes the images, in order and with the features of `stream`, maybe elsewhere.
     """
     if shard is not None and shard < 1:
         raise InputError(f"shard={shard}: a shard needs at least one image.")
@@ -87,7 +98,7 @@ def encode(
         if ready is not None and not ready.current:
             write(number, ready.kept, Features(files[number]).stored(0, len(ready.kept)))
     todo = [index for part, ready in zip(parts, done, strict=True) if ready is None for index in part]
-    entries = stream(encoder, (paths[i] for i in todo), plan, indices=todo)
+    entries = streamed(encoder, (paths[i] for i in todo), plan, indices=todo)
     finished = len(paths) - len(todo)
     if progress and finished:
         progress(finished)

@@ -25,7 +25,7 @@ from testtime.encoding.encoders import needed
 from testtime.encoding.stream import Encoded, Source
 from testtime.types import DeviceEncoder, Encoder, InputError, ViewPlan
 
-IN_FLIGHT = 4  # launches on a GPU at once; while they run, images wait and fill the next one
+IN_FLIGHT = 2  # launches on a GPU at once; the second waits until it is full, or the first is done
 
 OnBatch = Callable[[int, float], object]
 
@@ -39,6 +39,20 @@ class _Job:
     index: int
     like: Tensor | None
     future: Future[Encoded] = field(default_factory=Future)
+
+
+@dataclass(eq=False, slots=True)
+class _Ready:
+    """An image that was read, and waits for a launch."""
+
+    device: stream._Device  # with what it has in common with others of its launch
+    job: _Job
+    read: Future[stream._Read]
+    at: float  # when it was read, in seconds
+
+
+class _Done:
+    """A launch is done."""
 
 
 class LiveEncoder:
@@ -170,16 +184,23 @@ class _OnDevice:
     def __init__(self, encoder: DeviceEncoder, max_batch: int, deadline: float, on_batch: OnBatch) -> None:
         self._encoder, self._max_batch, self._deadline, self._on_batch = encoder, max_batch, deadline, on_batch
         self._devices: dict[object, stream._Device] = {}  # by what images of one launch have in common
-        self._ready: SimpleQueue[tuple[stream._Device, _Job, Future[stream._Read]] | None] = SimpleQueue()
-        self._slots, self._lock = threading.Semaphore(IN_FLIGHT), threading.Lock()
+        self._ready: SimpleQueue[_Ready | _Done | None] = SimpleQueue()
+        self._lock = threading.Lock()
         self._finisher = ThreadPoolExecutor(1, "testtime-live")
         self._dispatcher = threading.Thread(target=self._dispatch, name="testtime-dispatcher", daemon=True)
         self._dispatcher.start()
 
     def add(self, job: _Job) -> None:
         device = self._device(job)
-        # a thread may wait for memory: the dispatcher, which frees it, waits for no thread
-        read = device.pool.submit(device.read, job.index, job.source, job.plan, wait=True)
+        if isinstance(job.source, Tensor) and job.plan.count == 1:  # nothing is decoded or drawn
+            read: Future[stream._Read] = Future()
+            try:
+                read.set_result(device.read(job.index, job.source, job.plan, force=True))
+            except Exception as error:
+                read.set_exception(error)
+        else:
+            # a thread may wait for memory: the dispatcher, which frees it, waits for no thread
+            read = device.pool.submit(device.read, job.index, job.source, job.plan, wait=True)
         read.add_done_callback(partial(self._arrived, device, job))
 
     def close(self) -> None:
@@ -198,7 +219,7 @@ class _OnDevice:
 
     def _arrived(self, device: stream._Device, job: _Job, read: Future[stream._Read]) -> None:
         if (error := read.exception()) is None:
-            self._ready.put((device, job, read))
+            self._ready.put(_Ready(device, job, read, perf_counter()))
         elif job.future.set_running_or_notify_cancel():
             if isinstance(error, InputError):
                 job.future.set_result(Encoded(job.index, job.source, None, error))
@@ -206,44 +227,48 @@ class _OnDevice:
                 job.future.set_exception(error)
 
     def _dispatch(self) -> None:
-        while batch := self._collect():
-            groups: dict[stream._Device, list[tuple[_Job, Future[stream._Read]]]] = {}
-            for device, job, read in batch:
-                if job.future.set_running_or_notify_cancel():
-                    groups.setdefault(device, []).append((job, read))
-                else:
-                    read.result().share.keep(0)
-            for device, entries in groups.items():
-                for first in range(0, len(entries), device.together):
-                    self._launch(device, entries[first : first + device.together])
-
-    def _collect(self) -> list[tuple[stream._Device, _Job, Future[stream._Read]]]:
-        """The next images, at least one of them; none once this is closed."""
-        if (entry := self._ready.get()) is None:
-            return []
-        batch, end = [entry], perf_counter() + self._deadline
-        while len(batch) < self._max_batch:
+        waiting, running, open_ = list[_Ready](), 0, True
+        while open_ or waiting or running:
+            due = waiting[0].at + self._deadline if waiting and not running else None
             try:
-                entry = self._ready.get(timeout=max(0, end - perf_counter()))
+                entry = self._ready.get(timeout=None if due is None else max(0, due - perf_counter()))
             except Empty:
-                break
-            if entry is None:
-                self._ready.put(None)  # for the next call
-                break
-            batch.append(entry)
-        return batch
+                pass
+            else:
+                if entry is None:
+                    open_ = False
+                elif isinstance(entry, _Done):
+                    running -= 1
+                elif entry.job.future.set_running_or_notify_cancel():
+                    waiting.append(entry)
+                else:
+                    entry.read.result().share.keep(0)
+            while waiting and running < IN_FLIGHT and (group := self._group(waiting, running)):
+                waiting = [entry for entry in waiting if entry not in group]
+                running += self._launch(group[0].device, group)
 
-    def _launch(self, device: stream._Device, group: Sequence[tuple[_Job, Future[stream._Read]]]) -> None:
-        self._slots.acquire()
-        began, jobs = perf_counter(), [job for job, _ in group]
-        images = [stream._Waiting(job.index, job.source, position, read) for position, (job, read) in enumerate(group)]
+    def _group(self, waiting: Sequence[_Ready], running: int) -> list[_Ready]:
+        """The images to launch now, if any: a launch that is full, or that has waited long enough for others."""
+        device = waiting[0].device
+        most = min(self._max_batch, device.together)
+        group = [entry for entry in waiting if entry.device is device][:most]
+        overdue = not running and perf_counter() >= waiting[0].at + self._deadline
+        return group if len(group) == most or overdue else []
+
+    def _launch(self, device: stream._Device, group: Sequence[_Ready]) -> bool:
+        """Launch images of one shape; whether they are on their way."""
+        began, jobs = perf_counter(), [entry.job for entry in group]
+        images = [
+            stream._Waiting(entry.job.index, entry.job.source, position, entry.read)
+            for position, entry in enumerate(group)
+        ]
         try:
             launched = device.launch(images)
         except BaseException as error:
-            self._slots.release()
             _fail(jobs, error)
-        else:
-            self._finisher.submit(self._finish, device, launched, jobs, began)
+            return False
+        self._finisher.submit(self._finish, device, launched, jobs, began)
+        return True
 
     def _finish(self, device: stream._Device, launched: stream._Launched, jobs: Sequence[_Job], began: float) -> None:
         try:
@@ -255,7 +280,7 @@ class _OnDevice:
             for job, encoded in zip(jobs, found, strict=True):
                 job.future.set_result(encoded)
         finally:
-            self._slots.release()
+            self._ready.put(_Done())
 
 
 def _fail(jobs: Sequence[_Job], error: BaseException) -> None:

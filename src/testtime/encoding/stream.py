@@ -333,14 +333,16 @@ class _Device:
         features.record_stream(caller)  # its memory must not be reused before the caller is done with it
         return _Launched(group, features, good, event)
 
-    def _views(self, group: Sequence[_Waiting]) -> dict[int, Tensor]:
-        """Views (V, 3, size, size) of the readable images of a group, by position in it; their budget is released."""
+    def _views(self, group: Sequence[_Waiting]) -> Tensor | None:
+        """Views (n, V, 3, size, size) of a group by position in it, black where an image is missing; None if all are.
+
+        Their budget is released.
+        """
         reads, made = dict[int, _Read](), dict[int, Tensor]()
 
-        def make() -> None:
+        def make() -> Tensor:
             pixels, drawn = [read.pixels for read in reads.values()], [read.drawn for read in reads.values()]
-            made.update(zip(reads, grey_views(pixels, drawn, self.encoder.preprocess), strict=True))
-            reads.clear()
+            return grey_views(pixels, drawn, self.encoder.preprocess)
 
         for image in group:
             try:
@@ -356,19 +358,23 @@ class _Device:
             else:
                 reads[image.position] = read._replace(pixels=read.pixels.to(self.encoder.device, non_blocking=True))
                 if read.pixels.nbytes > PINNED:  # at once: several such images would fill the device
-                    make()
+                    made.update(zip(reads, make(), strict=True))
+                    reads.clear()
             read.share.keep(0)
+        if reads and not made and list(reads) == list(range(len(reads))):
+            return make()  # the usual case
         if reads:
-            make()
-        return made
-
-    def _features(self, made: dict[int, Tensor]) -> tuple[Tensor, Tensor]:
-        """Unit features (n, V, D) of a launch, and whether they are usable: (n,)."""
+            made.update(zip(reads, make(), strict=True))
         if not made:
+            return None
+        black = torch.zeros_like(next(iter(made.values())))
+        return torch.stack([made.get(position, black) for position in range(max(made) + 1)])
+
+    def _features(self, grey: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Unit features (n, V, D) of a launch, and whether they are usable: (n,)."""
+        if grey is None:
             return torch.empty(0, device=self.encoder.device), torch.empty(0)
-        black = torch.zeros_like(next(iter(made.values())))  # for images that are missing
-        grey = torch.cat([made.get(position, black) for position in range(self.together)])
-        features = self.compiled.encode(grey).unflatten(0, (self.together, -1))
+        features = self.compiled.encode(grey.flatten(0, 1)).unflatten(0, (len(grey), -1))
         return checked_views(features, features if self.like is None else self.like)
 
     def finish(self, launched: _Launched) -> Iterator[Encoded]:

@@ -11,13 +11,15 @@ import time
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from testtime import __version__, files, registry
 from testtime.encoding.store import Features
-from testtime.experiments.lab import NOT_RUN, Cell, Lab, Record, read_bytes
+from testtime.experiments.jobs import Job, Place, Where, in_order, occasional
+from testtime.experiments.lab import NOT_RUN, Cell, Lab, Record, note, provenance, read_bytes
 from testtime.experiments.oracle import Oracle
 from testtime.machine.memory import Peak
 from testtime.methods.base import leaves
@@ -29,45 +31,97 @@ from testtime.types import InputError, Method, MissingPart, Task
 
 CHUNK = 64  # images read at a time
 LOGITS = 2**28  # bytes of logits kept while several settings run side by side
-REPORT_INTERVAL = 20  # seconds between two progress reports of a run
 SHOWN = ("macro_f1", "calibration_error", "images", "skipped", "classes", "views", "augmix", "settings", "text")
 COSTS = ("loading_seconds", "peak_megabytes", "state_megabytes")  # recorded for a run on its own
 
 
 def run_cells(lab: Lab, cells: Sequence[Cell], alone: bool = False) -> list[Record]:
-    """Each cell's result, including those of earlier runs; a cell that cannot run has the reason under "not run".
+    """Each cell's result, as in `run_labs`."""
+    return run_labs([(lab, cells)], alone)[0]
 
-    Settings of one method run side by side over the stream. With `alone` they run one by one, so that each has its own
-    time and memory, and a cell that was run side by side is run again.
+
+def run_labs(work: Sequence[tuple[Lab, Sequence[Cell]]], alone: bool = False) -> list[list[Record]]:
+    """Each lab's results, including those of earlier runs; a cell that cannot run has the reason under "not run".
+
+    Settings of one method run side by side over the stream. With `alone` they run one by one in this process, so that
+    each has its own time and memory, and a cell that was run side by side is run again.
     """
-    results: dict[int, Record] = {}
+    runs = [_Run(lab, cells, alone) for lab, cells in work]
+    executor = work[0][0].executor if work else in_order  # a plan's, the same for all its labs
+    if alone and executor is not in_order:
+        executor = in_order  # of other machines, or beside other cells, times could not be compared
+        work[0][0].report("times are measured: cells run on this machine, one after another")
+    for (run, numbers), ran in executor(job for each in runs for job in each.jobs()):
+        run.keep(numbers, ran)
+    return [[run.results[number] for number in range(len(run.cells))] for run in runs]
 
-    def missing(numbers: Sequence[int]) -> list[int]:
-        """Those still to run; existing results are used, including those of another process."""
-        found = {number: lab.path(cells[number]) for number in numbers}
-        done = {n: p for n, p in found.items() if p.exists() and (not alone or _ran_alone(lab, cells[n]))}
-        results.update({number: _read(path) for number, path in done.items()})
-        return [number for number in numbers if number not in done]
 
-    def shared(number: int) -> tuple[object, ...]:
+class _Run:
+    """The cells of a lab: the results there are, and jobs for the others."""
+
+    def __init__(self, lab: Lab, cells: Sequence[Cell], alone: bool) -> None:
+        self.lab, self.cells, self.alone = lab, cells, alone
+        self.results: dict[int, Record] = {}
+        self._stages: dict[tuple[object, ...], Stage] = {}
+
+    def jobs(self) -> Iterator[Job]:
+        """A job for cells that differ only in their settings; whatever it needs is encoded when its turn comes."""
+        lab, numbers = self.lab, range(len(self.cells))
+        if pending := self._missing(numbers):
+            lab.report(f"{lab.dataset.name}: {len(pending)} of {len(numbers)} cells to run")
+        most = 1 if self.alone else max(1, LOGITS // (4 * len(lab.indices) * len(lab.dataset.classnames)))
+        for _, group in groupby(sorted(pending, key=self._shared), key=self._shared):
+            alike = list(group)
+            for start in range(0, len(alike), most):
+                if part := self._missing(alike[start : start + most]):
+                    try:
+                        yield from self._job(part)
+                    except MissingPart as reason:
+                        self.keep(part, reason)
+
+    def _job(self, numbers: list[int]) -> Iterator[Job]:
+        lab, first = self.lab, self.cells[numbers[0]]
+        task = lab.task(first.text, getattr(first.method, "needs_tower", False))
+        first.method.check(task)
+        store = lab.store(first.views, first.seed)
+        if numbers := self._missing(numbers):  # another process may have run them while this one waited for the store
+            same = id(task), id(store), first.seed
+            if same not in self._stages:
+                self._stages[same] = Stage(task.to("cpu"), Place.of(store), lab.labels_of(store), first.seed)
+            methods = [self.cells[number].method for number in numbers]
+            what = f"{lab.dataset.name}, {first.method.name}, seed {first.seed}"
+            what += f", {len(methods)} settings" if len(methods) > 1 else ""
+            own, where = (methods, self.alone, what), Where(task.text.device, lab.report)
+            threads = torch.get_num_threads()
+            yield Job((self, numbers), what, run_together, self._stages[same], own, where, threads)
+
+    def _shared(self, number: int) -> tuple[object, ...]:
         """What cells that run side by side have in common; prompt tuning is slow, and comes last."""
-        method, text, views, seed = cells[number]
+        method, text, views, seed = self.cells[number]
         tuned = getattr(method, "needs_tower", False)
         return tuned, views.count, views.augmix, seed, repr(text), method.name
 
-    if pending := missing(range(len(cells))):
-        lab.report(f"{lab.dataset.name}: {len(pending)} of {len(cells)} cells to run")
-    for _, group in groupby(sorted(pending, key=shared), key=shared):
-        numbers = list(group)
-        most = 1 if alone else max(1, LOGITS // (4 * len(lab.indices) * len(lab.dataset.classnames)))
-        for start in range(0, len(numbers), most):
-            if part := missing(numbers[start : start + most]):
-                together = [cells[number] for number in part]
-                try:
-                    results |= dict(zip(part, _run(lab, together, alone), strict=True))
-                except MissingPart as reason:
-                    results |= {number: {NOT_RUN: str(reason)} for number in part}
-    return [results[number] for number in range(len(cells))]
+    def _missing(self, numbers: Sequence[int]) -> list[int]:
+        """Those still to run; existing results are used, including those of another process."""
+        found = {number: self.lab.path(self.cells[number]) for number in numbers}
+        done = {
+            n: p for n, p in found.items() if p.exists() and (not self.alone or _ran_alone(self.lab, self.cells[n]))
+        }
+        self.results.update({number: _read(path) for number, path in done.items()})
+        return [number for number in numbers if number not in done]
+
+    def keep(self, numbers: Sequence[int], ran: Ran | MissingPart) -> None:
+        """Write what a job found, or remember why it could not run."""
+        if isinstance(ran, MissingPart):
+            self.results |= {number: {NOT_RUN: str(ran)} for number in numbers}
+            return
+        for number, scores in zip(numbers, ran.scores, strict=True):
+            cell, path = self.cells[number], self.lab.path(self.cells[number])
+            skipped = {"version": __version__, "skipped": len(self.lab.indices) - ran.images}
+            self.results[number] = self.lab.conditions(cell) | skipped | scores
+            files.write_atomic(path, json.dumps(self.results[number], indent=1) + "\n")
+            noted = {"images": ran.images, "together": len(numbers)} | ran.costs
+            note(self.lab.folder, path.stem, noted, ran.seconds, ran.provenance)
 
 
 def costs(lab: Lab, cell: Cell) -> Record:
@@ -87,45 +141,50 @@ def _ran_alone(lab: Lab, cell: Cell) -> bool:
     return noted is not None and all(key in noted for key in COSTS)
 
 
-def _run(lab: Lab, cells: Sequence[Cell], alone: bool) -> list[Record]:
-    """Results of cells that differ only in their settings."""
-    first, methods = cells[0], [cell.method for cell in cells]
-    task = lab.task(first.text, getattr(first.method, "needs_tower", False))
-    first.method.check(task)
-    store = lab.store(first.views, first.seed)
-    paths = [lab.path(cell) for cell in cells]
-    if not alone and all(path.exists() for path in paths):  # another process ran them while this one waited
-        return [_read(path) for path in paths]
-    order = shuffled(len(store), first.seed)
-    labels = lab.labels_of(store)[order]
+class Stage(NamedTuple):
+    """What cells of the same text, views and seed have in common."""
+
+    task: Task  # on the CPU
+    place: Place
+    labels: Tensor  # (N,) in the store's order
+    seed: int
+
+
+class Ran(NamedTuple):
+    """What a job found: each cell's scores, and what a cell cost."""
+
+    scores: list[Record]
+    images: int
+    seconds: float
+    costs: dict[str, float]  # `COSTS`, of a run on its own
+    provenance: dict[str, str]
+
+
+def run_together(where: Where, stage: Stage, methods: Sequence[Method], alone: bool, what: str) -> Ran:
+    """The scores of methods that differ only in their settings, over one stream."""
+    task, store = stage.task.to(where.device), stage.place.store
+    order = shuffled(len(store), stage.seed)
+    labels = stage.labels[order]
     names = [store.images[row] if store.images else f"image {row}" for row in order.tolist()]
     scorers = [Scorer(method, task.classes, names) for method in methods]
-    stream = stream_views(lab, first, store, order, task)
+    stream = stream_views(store, order, where, what)
     if alone:
-        seconds, noted = _measured(task, scorers[0], stream, store.views, labels)
+        seconds, costs = _measured(task, scorers[0], stream, store.views, labels)
     else:
         start = time.perf_counter()
         answers = sweep(task, methods, stream)
-        seconds, noted = (time.perf_counter() - start) / len(cells), {}
+        seconds, costs = (time.perf_counter() - start) / len(methods), {}
         for scorer, logits in zip(scorers, answers, strict=True):
             scorer.update(logits.cpu(), labels)
-    results = []
-    for cell, path, scorer in zip(cells, paths, scorers, strict=True):
-        skipped = {"version": __version__, "skipped": len(lab.indices) - len(order)}
-        results.append(lab.conditions(cell) | skipped | scorer.compute())
-        files.write_atomic(path, json.dumps(results[-1], indent=1) + "\n")
-        lab.note(path.stem, {"images": len(order), "together": len(cells)} | noted, seconds)
-    return results
+    return Ran([scorer.compute() for scorer in scorers], len(order), seconds, costs, provenance())
 
 
-def stream_views(lab: Lab, cell: Cell, store: Features, order: Tensor, task: Task) -> Iterator[Tensor]:
-    """The store's views in an order, in chunks on the task's device, with progress reports if it takes long."""
-    reported, done = time.perf_counter(), 0
+def stream_views(store: Features, order: Tensor, where: Where, what: str) -> Iterator[Tensor]:
+    """The store's views in an order, in chunks on a device, with progress reports if it takes long."""
+    report, done = occasional(where.report), 0
     for chunk in store.chunks(order.tolist(), size=CHUNK):
-        if time.perf_counter() - reported > REPORT_INTERVAL:
-            reported = time.perf_counter()
-            lab.report(f"{lab.dataset.name}, {cell.method.name}: {done} of {len(order)}")
-        yield chunk.to(task.text.device)
+        report(f"{what}: {done} of {len(order)}")
+        yield chunk.to(where.device)
         done += len(chunk)
 
 

@@ -27,6 +27,7 @@ from testtime import __version__, files, registry
 from testtime.datasets import Dataset
 from testtime.encoding.encode import DTYPES, RECIPE, encode, made_with
 from testtime.encoding.store import Features
+from testtime.experiments.jobs import Executor, in_order
 from testtime.files.identity import digest, identity, weights
 from testtime.machine.devices import step_device
 from testtime.session.order import shuffled
@@ -78,6 +79,7 @@ class Lab:
     limit: int | None = None
     shard: int = SHARD
     report: Callable[[str], None] = print
+    executor: Executor = in_order  # of its cells
     tasks: dict[tuple[Text, bool], Task] = field(default_factory=dict, repr=False)
     stores: dict[Path, Features] = field(default_factory=dict, repr=False)
 
@@ -250,9 +252,9 @@ class Lab:
         return noted(self.folder, name)
 
 
-def note(folder: Path, name: str, what: Record, seconds: float) -> None:
-    """Record in a folder of results how long something took, and on which machine."""
-    record = what | {"seconds": seconds} | provenance()
+def note(folder: Path, name: str, what: Record, seconds: float, made: dict[str, str] | None = None) -> None:
+    """Record in a folder of results how long something took, and on which machine: by default on this one."""
+    record = what | {"seconds": seconds} | (made or provenance())
     files.write_atomic(folder / "timings" / f"{name}.json", json.dumps(record, indent=1) + "\n")
 
 

@@ -12,6 +12,7 @@ from testtime.datasets import Dataset, templates
 from testtime.datasets.benchmarks import folded
 from testtime.experiments import recipes
 from testtime.experiments.catalogue import Experiment, Row
+from testtime.experiments.jobs import Executor, in_order
 from testtime.experiments.lab import SHARD, Cell, Lab, Record, Text
 from testtime.experiments.oracle import oracle_of
 from testtime.experiments.recipes import Recipe
@@ -37,6 +38,7 @@ class Plan:
     limit: int | None = None
     shard: int = SHARD
     report: Callable[[str], None] = print
+    executor: Executor = in_order  # of the cells
 
     def __post_init__(self) -> None:
         for kind, value, known in (
@@ -50,7 +52,7 @@ class Plan:
 
     def lab(self, dataset: Dataset) -> Lab:
         """The dataset with this plan's encoder and folder."""
-        return Lab(self.folder, self.encoder, dataset, self.limit, self.shard, self.report)
+        return Lab(self.folder, self.encoder, dataset, self.limit, self.shard, self.report, self.executor)
 
     def conditions(self) -> Record:
         """The plan as recorded in results."""

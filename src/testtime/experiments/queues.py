@@ -11,6 +11,7 @@ from torch import Tensor
 
 from testtime.experiments.catalogue import EXPERIMENTS
 from testtime.experiments.cells import stream_views
+from testtime.experiments.jobs import Where
 from testtime.experiments.lab import Record
 from testtime.experiments.plan import Columns, Work, recipe_of
 from testtime.experiments.tables import Sheet, described
@@ -64,7 +65,7 @@ def run(work: Work) -> Record:
     store = lab.store(cell.views, cell.seed)
     order = shuffled(len(store), cell.seed)
     task = lab.task(cell.text)
-    stream = stream_views(lab, cell, store, order, task)
+    stream = stream_views(store, order, Where(task.text.device, lab.report), f"{dataset.name}, {cell.method.name}")
     held = watch_queues(task, cell.method, stream, chosen)
     labels, rows = lab.labels_of(store)[order], lab.rows(store)
     coloured = torch.randperm(task.classes, generator=torch.Generator().manual_seed(cell.seed))[:COLOURED]

@@ -8,7 +8,7 @@ from statistics import mean, stdev
 from testtime.datasets import Dataset
 from testtime.experiments import recipes
 from testtime.experiments.catalogue import Experiment, Row, evaluation
-from testtime.experiments.cells import costs, run_cells
+from testtime.experiments.cells import costs, run_labs
 from testtime.experiments.lab import NOT_RUN, Cell, Lab, Record
 from testtime.experiments.plan import Plan, Plans, Work, recipe_of
 from testtime.experiments.recipes import Recipe
@@ -82,8 +82,10 @@ def _rows(
         for encoder, plan in plans.items()
         for column, dataset in columns
     ]
+    labs = [(lab, _flat(wanted)) for _, _, lab, _, wanted in work if lab is not None]
+    ran = iter(run_labs(labs, alone=bool(experiment.costs)))
     for encoder, column, lab, entry, wanted in work:
-        results = _results(experiment, lab, wanted)
+        results = _results(experiment, lab, wanted, [] if lab is None else next(ran))
         base = next((result["accuracy"] for result in results if "accuracy" in result), None)
         for row, result in zip(rows, results, strict=True):
             head = {"row": row.label, "encoder": encoder, "column": column, "at": list(row.at), "line": row.line}
@@ -103,10 +105,15 @@ def _prepared(
     return plan.lab(dataset), entry, [plan.cells(row, dataset, entry) for row in rows]
 
 
-def _results(experiment: Experiment, lab: Lab | None, wanted: Sequence[list[Cell] | str]) -> list[Record]:
-    cells = [cell for group in wanted if not isinstance(group, str) for cell in group]
-    ran = iter(run_cells(lab, cells, alone=bool(experiment.costs)) if lab else ())
-    found = []
+def _flat(wanted: Sequence[list[Cell] | str]) -> list[Cell]:
+    return [cell for group in wanted if not isinstance(group, str) for cell in group]
+
+
+def _results(
+    experiment: Experiment, lab: Lab | None, wanted: Sequence[list[Cell] | str], results: Sequence[Record]
+) -> list[Record]:
+    """A record for each row, of the results of all its cells."""
+    ran, found = iter(results), list[Record]()
     for group in wanted:
         if lab is None or isinstance(group, str):
             found.append({NOT_RUN: group})

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from testtime.datasets import Dataset
 from testtime.datasets.dataset import listed_images, subfolders
 from testtime.datasets.own import PARTS
 from testtime.encoding.store import INDEX, Features
+from testtime.experiments.jobs import Place
 from testtime.experiments.lab import SUBSET_SEED, Cell, Record, Text
 from testtime.experiments.plan import Plan, recipe_of
 from testtime.experiments.recipes import Recipe
@@ -23,7 +24,7 @@ from testtime.files.identity import digest, stamp
 from testtime.methods.zeroshot import ZeroShot
 from testtime.ops import unit
 from testtime.session.order import shuffled
-from testtime.types import InputError, ViewPlan
+from testtime.types import InputError, Task, ViewPlan
 
 ALL = "all domains"  # the column of the streams over several domains
 SEVERAL = tuple(kind for kind in KINDS if kind.startswith("domains"))
@@ -44,7 +45,52 @@ class Source(NamedTuple):
     about: Record  # everything that their features, labels and prototypes depend on
     kinds: Sequence[str]  # the streams made of them
     entry: Recipe | None
-    load: Callable[[], Images]  # it encodes them if need be, once
+    locate: Callable[[], Located]  # it encodes them if need be, once
+
+    def load(self) -> Images:
+        """The images, read once."""
+        return self.locate().images
+
+
+class Part(NamedTuple):
+    """Images of one dataset: rows of a feature store."""
+
+    place: Place
+    task: Task
+    rows: Tensor | None  # of the store; None: all
+    labels: Tensor  # (N,)
+    foreign: Place | None = None  # images of none of the classes
+
+
+@dataclass(frozen=True)
+class Located:
+    """Where the images of a source are: they can be read in any process that sees the stores."""
+
+    parts: tuple[Part, ...]  # several: domains
+
+    @cached_property
+    def images(self) -> Images:
+        """The images, in memory; of several views of an image the first."""
+        each = [_read(part) for part in self.parts]
+        if len(each) == 1:
+            return each[0]
+        features, labels = torch.cat([x.features for x in each]), torch.cat([x.labels for x in each])
+        domains = torch.cat([torch.full_like(x.labels, k) for k, x in enumerate(each)])
+        return Images(each[0].task, features, labels, domains)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"parts": self.parts}
+
+
+def _read(part: Part) -> Images:
+    store = part.place.store
+    features = store.read(0, len(store))
+    features = features[:, 0] if part.rows is None else features[part.rows, 0]
+    foreign = None
+    if part.foreign is not None:
+        found = part.foreign.store
+        foreign = unit(found.read(0, len(found))[:, 0])
+    return Images(part.task, features, part.labels, None, foreign)
 
 
 def is_stored(path: Path) -> bool:
@@ -91,12 +137,12 @@ def _encoded(plan: Plan, dataset: Dataset, foreign: Path | None) -> Source:
     text = cast(Text, plan.text("given", dataset, entry))  # which lacks nothing
     about = lab.conditions(Cell(ZeroShot(), text))
 
-    def load() -> Images:
+    def locate() -> Located:
         store = lab.store(ViewPlan(), 1)
-        features, task = store.read(0, len(store))[:, 0], lab.task(text).to("cpu")
-        return Images(task, features, lab.labels_of(store), None, _foreign(foreign, features, plan.encoder.name))
+        task, encoder = lab.task(text).to("cpu"), plan.encoder.name
+        return Located((Part(Place.of(store), task, None, lab.labels_of(store), _foreign(foreign, store, encoder)),))
 
-    return _source(dataset.name, about, foreign, entry, load)
+    return _source(dataset.name, about, foreign, entry, locate)
 
 
 def _stored(plan: Plan, dataset: Stored, foreign: Path | None) -> Source:
@@ -112,29 +158,27 @@ def _stored(plan: Plan, dataset: Stored, foreign: Path | None) -> Source:
         "views": 1,
     }
 
-    def load() -> Images:
+    def locate() -> Located:
         rows = shuffled(len(features), SUBSET_SEED)[:count].sort().values
-        views, task = features.read(0, len(features))[rows, 0], features.task()
-        labels = torch.tensor(dataset.labels)[rows]
-        return Images(task, views, labels, None, _foreign(foreign, views, str(about["encoder"])))
+        labels, other = torch.tensor(dataset.labels)[rows], _foreign(foreign, features, str(about["encoder"]))
+        return Located((Part(Place.of(features), features.task(), rows, labels, other),))
 
-    return _source(dataset.name, about, foreign, None, load)
+    return _source(dataset.name, about, foreign, None, locate)
 
 
-def _source(name: str, about: Record, foreign: Path | None, entry: Recipe | None, load: Callable[[], Images]) -> Source:
+def _source(
+    name: str, about: Record, foreign: Path | None, entry: Recipe | None, locate: Callable[[], Located]
+) -> Source:
     about = {key: value for key, value in about.items() if key not in ("seed", "method", "settings")}
-    return Source(name, about | {"foreign": foreign and digest([stamp(foreign)])}, SINGLE, entry, cache(load))
+    return Source(name, about | {"foreign": foreign and digest([stamp(foreign)])}, SINGLE, entry, cache(locate))
 
 
 def _together(sources: Sequence[Source]) -> Source:
     """All images of several domains."""
 
-    def load() -> Images:
-        each = [source.load() for source in sources]
-        features, labels = torch.cat([x.features for x in each]), torch.cat([x.labels for x in each])
-        return Images(
-            each[0].task, features, labels, torch.cat([torch.full_like(x.labels, k) for k, x in enumerate(each)])
-        )
+    def locate() -> Located:
+        parts = (part for source in sources for part in source.locate().parts)
+        return Located(tuple(part._replace(foreign=None) for part in parts))
 
     about = {
         "dataset": ALL,
@@ -142,18 +186,18 @@ def _together(sources: Sequence[Source]) -> Source:
         "encoder": sources[0].about["encoder"],
         "domains": [source.about for source in sources],
     }
-    return Source(ALL, about, SEVERAL, sources[0].entry, cache(load))
+    return Source(ALL, about, SEVERAL, sources[0].entry, cache(locate))
 
 
-def _foreign(path: Path | None, features: Tensor, encoder: str) -> Tensor | None:
-    """Features (M, D) of a file of foreign images, from the same encoder."""
+def _foreign(path: Path | None, features: Features, encoder: str) -> Place | None:
+    """A file of foreign images, from the same encoder."""
     if path is None:
         return None
     found = Features(path)
     made = found.metadata.get("encoder", encoder)
-    if found.dim != features.shape[1] or (encoder and made != encoder):
+    if found.dim != features.dim or (encoder and made != encoder):
         raise InputError(
             f"{path} holds features of size {found.dim} from {made or 'an unknown encoder'}; the images' have size "
-            f"{features.shape[1]}, from {encoder or 'an unknown encoder'}. Encode both with the same."
+            f"{features.dim}, from {encoder or 'an unknown encoder'}. Encode both with the same."
         )
-    return unit(found.read(0, len(found))[:, 0])
+    return Place.of(found)

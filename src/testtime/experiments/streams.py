@@ -8,22 +8,20 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
 from typing import NamedTuple
 
-import torch
-
 from testtime import __version__, files, metrics, registry
 from testtime.experiments.catalogue import Row
-from testtime.experiments.cells import REPORT_INTERVAL
-from testtime.experiments.lab import NOT_RUN, Record, fingerprint, note, read_bytes, slug
+from testtime.experiments.jobs import Job, Where, occasional
+from testtime.experiments.lab import NOT_RUN, Record, fingerprint, note, provenance, read_bytes, slug
 from testtime.experiments.oracle import Oracle
 from testtime.experiments.plan import Plan, Work
 from testtime.experiments.scenarios import FOREIGN, RECIPE, Images, make_stream
-from testtime.experiments.sources import Source, find_sources
+from testtime.experiments.sources import Located, Source, find_sources
 from testtime.experiments.stream_runs import LOOKS, PROBES, TRIED, WINDOW, run_stream, score, task_of
 from testtime.experiments.stream_tables import remarks as remarks  # these three show the measure
 from testtime.experiments.stream_tables import section as section
@@ -130,35 +128,38 @@ def cell_of(plan: Plan, source: Source, kind: str, row: Row, method: Method, gua
     return Cell(source, kind, row, guard is not None, method, about)
 
 
-def run_cells(plan: Plan, cells: Sequence[Cell]) -> Iterator[list[Record] | str]:
+def run_cells(plan: Plan, cells: Sequence[Cell]) -> list[list[Record] | str]:
     """The scores of each order of each cell, those of earlier runs are read; or why a cell has none."""
     paths = [path_of(plan.folder, cell) for cell in cells]
+    results: dict[int, list[Record] | str] = {}
     if todo := sum(not path.exists() for path in paths):
         plan.report(f"{todo} of {len(cells)} cells to run, {len(plan.seeds)} orders each")
-    reported, device = time.perf_counter(), step_device(plan.encoder.device)
+    report = occasional(plan.report)
 
-    def report(cell: Cell, number: int, orders: int) -> None:
-        nonlocal reported
-        if time.perf_counter() - reported > REPORT_INTERVAL:
-            reported = time.perf_counter()
-            what = f"{cell.source.name}, {cell.kind}, {cell.row.label}{', guarded' * cell.guarded}"
-            plan.report(f"cell {number} of {len(cells)}: {what}, {orders} of {len(plan.seeds)} orders")
+    def jobs() -> Iterator[Job]:
+        for number, (path, cell) in enumerate(zip(paths, cells, strict=True)):
+            if path.exists():
+                results[number] = _read(path, len(plan.seeds))
+                continue
+            try:
+                job = job_of(number, cell, plan, f"cell {number + 1} of {len(cells)}: ", report)
+            except MissingPart as reason:
+                results[number] = str(reason)
+            else:
+                yield job
 
-    for number, (path, cell) in enumerate(zip(paths, cells, strict=True), start=1):
-        found: list[Ran] = []
-        try:
-            for order in run_orders(cell, plan.seeds, device) if not path.exists() else ():
-                found.append(order)
-                report(cell, number, len(found))
-        except MissingPart as reason:
-            yield str(reason)
+    for number, ran in plan.executor(jobs()):
+        if isinstance(ran, MissingPart):
+            results[number] = str(ran)
             continue
-        if found:
-            cost = {"images": sum(each.images for each in found), "state_bytes": max(each.state for each in found)}
-            note(plan.folder, path.stem, cost, sum(each.seconds for each in found))  # first: a cell has its cost
-            record = cell.about | {"version": __version__, "scores": [each.scores for each in found]}
-            files.write_atomic(path, json.dumps(record, indent=1) + "\n")
-        yield _read(path, len(plan.seeds))
+        path, cell = paths[number], cells[number]
+        cost = {"images": sum(each.images for each in ran), "state_bytes": max(each.state for each in ran)}
+        seconds, made = sum(each.seconds for each in ran), ran[0].provenance
+        note(plan.folder, path.stem, cost, seconds, made)  # first: a cell has its cost
+        record = cell.about | {"version": __version__, "scores": [each.scores for each in ran]}
+        files.write_atomic(path, json.dumps(record, indent=1) + "\n")
+        results[number] = _read(path, len(plan.seeds))
+    return [results[number] for number in range(len(cells))]
 
 
 class Ran(NamedTuple):
@@ -168,28 +169,42 @@ class Ran(NamedTuple):
     seconds: float  # of the one core that it ran on; on a GPU, by the clock
     images: int
     state: int  # bytes
+    provenance: dict[str, str]
 
 
-def run_orders(cell: Cell, seeds: Sequence[int], device: torch.device) -> Iterator[Ran]:
+def job_of(key: object, cell: Cell, plan: Plan, place: str, report: Callable[[str], None]) -> Job:
+    """A cell as a job, which returns what it `Ran`; its images are encoded if need be. `place` begins its reports."""
+    what = f"{cell.source.name}, {cell.kind}, {cell.row.label}{', guarded' * cell.guarded}"
+    own = cell.kind, cell.method, cell.guarded, plan.seeds, place + what
+    return Job(key, what, run_orders, cell.source.locate(), own, Where(step_device(plan.encoder.device), report))
+
+
+def run_orders(
+    where: Where, located: Located, kind: str, method: Method, guarded: bool, seeds: Sequence[int], what: str
+) -> list[Ran]:
     """The scores of each order. On a CPU, orders run side by side, one core each.
 
     So a cell's numbers do not depend on the number of cores, nor on which cells were run before.
     """
-    images, idle = cell.source.load(), list[Session]()
-    task = images.task.to(device)
-    return workers(parallel_steppers(task)).map(partial(_order, cell, images, task, idle), seeds)
+    images, idle, found = located.images, list[Session](), list[Ran]()
+    task = images.task.to(where.device)
+    order = partial(_order, kind, method, guarded, images, task, idle)
+    for ran in workers(parallel_steppers(task)).map(order, seeds):
+        found.append(ran)
+        where.report(f"{what}, {len(found)} of {len(seeds)} orders")
+    return found
 
 
-def _order(cell: Cell, images: Images, task: Task, idle: list[Session], seed: int) -> Ran:
+def _order(kind: str, method: Method, guarded: bool, images: Images, task: Task, idle: list[Session], seed: int) -> Ran:
     """The scores of one order; sessions of the whole task go on from one order to another, loaded and captured."""
-    stream = make_stream(cell.kind, images, seed)
+    stream = make_stream(kind, images, seed)
     if isinstance(stream, str):
         raise MissingPart(stream)
     mine = task_of(task, stream)
     if idle and mine is task:
         session = idle.pop()
     else:
-        session = Session(mine, cell.method, guard=cell.guarded)
+        session = Session(mine, method, guard=guarded)
         session.warm_up(1)
     clock = time.thread_time if task.text.is_cpu else time.perf_counter
     start = clock()
@@ -197,11 +212,11 @@ def _order(cell: Cell, images: Images, task: Task, idle: list[Session], seed: in
     seconds, state = clock() - start, sum(leaf.nbytes for leaf in leaves(session.state))
     if mine is task:
         idle.append(session)
-    if isinstance(cell.method, Oracle):  # chosen by the labels of the images that are scored
+    if isinstance(method, Oracle):  # chosen by the labels of the images that are scored
         told = stream.labels.where(stream.scored, FOREIGN)
-        answers = answers._replace(logits=cell.method.chosen(answers.logits, told)[0])
-    scores = {"seed": seed} | score(task_of(images.task, stream), cell.method, stream, answers)
-    return Ran(scores, seconds, len(stream.rows), state)
+        answers = answers._replace(logits=method.chosen(answers.logits, told)[0])
+    scores = {"seed": seed} | score(task_of(images.task, stream), method, stream, answers)
+    return Ran(scores, seconds, len(stream.rows), state, provenance())
 
 
 def summary(scores: Sequence[Record]) -> Record:

@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 from testtime import registry
 from testtime.experiments import streams
+from testtime.experiments.jobs import Job
 from testtime.experiments.lab import Record, fingerprint
 from testtime.experiments.leaderboard import entries_of
 from testtime.experiments.plan import Plan
 from testtime.experiments.sources import Source
 from testtime.experiments.submission import SCORES
-from testtime.machine.devices import step_device
-from testtime.types import InputError
+from testtime.types import InputError, MissingPart
 
 ONE_IMAGE = 1 + 1e-9  # by which an accuracy may differ, unless nothing may
 
@@ -44,28 +44,46 @@ def repeat(
     Scores may differ by `tolerance`, a fraction, and accuracies always by one image: other machines round differently.
     """
     known = {fingerprint(source.about): source for source in sources}
-    for entry, order in cells:
-        if entry["source"] not in known:
-            raise InputError(_other_data(submission["sources"][entry["source"]], sources))
-        source = known[entry["source"]]
-        if registry.METHODS.known(entry["label"].partition(":")[0]) is None and entry["package"]:
-            raise InputError(
-                f"Method '{entry['label']}' is of the package {entry['package']}; install it to repeat it."
-            )
-        again = replace(plan, seeds=(order["seed"],))
-        tracks = entries_of(again, [source], [entry["label"]], [entry["stream"]], oracle=True)
-        cell = next((each.cell for each in tracks if each.track == entry["track"]), None)
-        problem = f"{entry['label']} has no track '{entry['track']}' on {source.name}"
-        if cell is not None:
-            problem = _difference(entry, order, cell, again, tolerance)
-        yield Repeated(entry["label"], entry["stream"], source.name, order["seed"], problem)
+    problems: dict[int, str] = {}  # by the number of the cell
+
+    def jobs() -> Iterator[Job]:
+        for number, (entry, order) in enumerate(cells):
+            if entry["source"] not in known:
+                raise InputError(_other_data(submission["sources"][entry["source"]], sources))
+            if registry.METHODS.known(entry["label"].partition(":")[0]) is None and entry["package"]:
+                raise InputError(
+                    f"Method '{entry['label']}' is of the package {entry['package']}; install it to repeat it."
+                )
+            source, again = known[entry["source"]], replace(plan, seeds=(order["seed"],))
+            tracks = entries_of(again, [source], [entry["label"]], [entry["stream"]], oracle=True)
+            cell = next((each.cell for each in tracks if each.track == entry["track"]), None)
+            if cell is None:
+                problems[number] = f"{entry['label']} has no track '{entry['track']}' on {source.name}"
+            elif keys := _unlike(cell.about["settings"], entry["settings"]):
+                problems[number] = f"its settings are not those of the track '{entry['track']}': {', '.join(keys)}"
+            else:
+                yield streams.job_of(number, cell, again, "", lambda line: None)
+
+    def settled() -> Iterator[Repeated]:
+        """Those in order whose turn has come."""
+        for entry, order in cells[len(told) :]:
+            if len(told) not in problems:
+                return
+            source = known[entry["source"]].name
+            told.append(Repeated(entry["label"], entry["stream"], source, order["seed"], problems[len(told)]))
+            yield told[-1]
+
+    told: list[Repeated] = []
+    for number, ran in plan.executor(jobs()):
+        if isinstance(ran, MissingPart):
+            raise ran
+        problems[number] = _difference(cells[number][1], ran[0], tolerance)
+        yield from settled()
+    yield from settled()
 
 
-def _difference(entry: Record, order: Record, cell: streams.Cell, plan: Plan, tolerance: float) -> str:
+def _difference(order: Record, ran: streams.Ran, tolerance: float) -> str:
     """What differs between a submitted order and the same one, run now."""
-    if keys := _unlike(cell.about["settings"], entry["settings"]):
-        return f"its settings are not those of the track '{entry['track']}': {', '.join(keys)}"
-    (ran,) = streams.run_orders(cell, plan.seeds, step_device(plan.encoder.device))
     if ran.scores["images"] != order["images"]:
         return f"{order['images']} images were scored, and now {ran.scores['images']}"
     least = ONE_IMAGE / order["images"] if tolerance else 0.0

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from testtime.errors import InputError
+from testtime.files.remote import RemoteImage
 from testtime.types import Encoder, StoredImage
 
 # files beside an open_clip checkpoint that are read with it
@@ -19,6 +20,8 @@ def identity(image: str | StoredImage) -> str:
 
     An image that is in no file is identified by a digest of its bytes.
     """
+    if isinstance(image, RemoteImage):
+        return " ".join(map(str, image[1:]))
     file = file_of(image)
     if file is not None:
         return " ".join([stamp(file), *(map(str, image[1:]) if isinstance(image, tuple) else [])])

@@ -112,6 +112,11 @@ class Guarded:
         logits, self.decisions = self._answers(adapted, frozen, unseen, self.course.copy())
         return logits
 
+    def peeks(self, stream: Tensor) -> Tensor:
+        found = [(self.peek(views), self.decisions) for views in stream]
+        self.decisions = [decision for _, decisions in found for decision in decisions]
+        return torch.stack([logits for logits, _ in found], 1)
+
     def warm_up(self, views: int) -> None:
         self.stepper.warm_up(views)
 
@@ -149,7 +154,7 @@ class Guarded:
         for stop, group in groupby(range(len(stream)), key=lambda image: bool(refused[image])):
             images = list(group)
             if stop:
-                rows += [self.stepper.peek(stream[image]) for image in images]
+                rows.append(self.stepper.peeks(stream[images[0] : images[-1] + 1])[0])
                 learned.append(torch.zeros(len(images), dtype=torch.bool, device=stream.device))
             else:
                 scores, found = self.stepper.steps(stream[images[0] : images[-1] + 1])

@@ -8,7 +8,7 @@ Five of AugMix's nine operations are affine maps and four are lookup tables.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -94,15 +94,23 @@ class Axis(NamedTuple):
     mirrored: float
 
 
+@lru_cache(256)
+def _clean_axes(extent: tuple[int, int], preprocess: Preprocess) -> tuple[Axis, ...]:
+    """Those of the first view, the image itself: of one size for the images of a camera."""
+    support = 2.0 if preprocess.interpolation == "bicubic" else 1.0
+    return tuple(
+        Axis(0, length, length / total, margin(total, preprocess.size), total, support, False)
+        for length, total in zip(extent, resized(extent, preprocess), strict=True)
+    )
+
+
 def _axes(shape: Sequence[int], drawn: Drawn, preprocess: Preprocess) -> np.ndarray:
     """The axes of each view, horizontal and vertical: (V, 2, 7)."""
     height, width, size = *shape[:2], preprocess.size
-    support = 2.0 if preprocess.interpolation == "bicubic" else 1.0
     axes = np.zeros((len(drawn) + 1, 2, len(Axis._fields)))
-    axes[0] = [
-        Axis(0, length, length / total, margin(total, size), total, support, False)
-        for length, total in zip((width, height), resized((width, height), preprocess), strict=True)
-    ]
+    axes[0] = _clean_axes((width, height), preprocess)
+    if not len(drawn):
+        return axes
     top, left, tall, wide, flip = drawn.crops.T
     for axis, (start, length, mirrored) in enumerate(((left, wide, flip), (top, tall, 0))):
         rows = axes[1:, axis].T

@@ -7,17 +7,22 @@ cannot be written, what was learned since the last commit is forgotten.
 from __future__ import annotations
 
 import json
+import logging
 import math
+import sqlite3
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from testtime.serve.database import Fenced
 from testtime.serve.store import Event, Snapshot, Store, now, packed, unpacked
 from testtime.serve.types import ServiceError, Settings
 from testtime.session.classes import with_classes
@@ -29,6 +34,7 @@ RECENT = 200  # images in the running numbers
 SPREAD = 8  # automatic snapshots that are kept, spread over the images whose features are kept
 NOTHING = "method: nothing to learn"  # the rule of images that the guard let pass
 
+log = logging.getLogger("testtime.serve")
 Load = Callable[[str], Session]  # the session in a state file
 
 
@@ -56,7 +62,8 @@ class Learning:
         self.store, self.stream, self.settings, self._load = store, stream, settings, load
         self._session, self._lock = session, threading.Lock()
         self.number = store.last_number(stream)
-        self._snapshot_at = store.snapshots(stream)[-1].number  # an event with a snapshot, the last or one before it
+        self._snapshot_at = store.snapshots(stream)[-1].number  # the event of the last automatic one, or near it
+        self._saving: Future[None] | None = None  # a snapshot that is being written
         self.seconds_writing = 0.0  # of the last images
         self.alarms: list[int] = []
         self._entropies: deque[float] = deque(maxlen=RECENT)
@@ -77,18 +84,18 @@ class Learning:
         """The answers to images in order, after they are in the log; with `learning` off, nothing is learned."""
         answers: list[dict[str, Any]] = []
         events: list[Event] = []
-        learned = [work.views for work in works if learning and work.learn]
-        kept = torch.stack(learned).cpu() if learned else ()  # one read from a GPU
         for learn, group in _runs(works, learning):
             if not learn:
                 predictions = [self.session.peek(work.views) for work in group]
                 answers += [_answer(*each, None, "predict only") for each in _with_best(group, predictions)]
                 continue
-            predictions = self.session.replay_all([work.views for work in group], group[0].index)
-            for work, prediction, best in _with_best(group, predictions):
+            features = torch.stack([work.views for work in group])
+            predictions = self.session.replay_all(features, group[0].index)
+            rows = zip(_with_best(group, predictions), features.cpu().numpy(), strict=True)  # one read from a GPU
+            for (work, prediction, best), views in rows:
                 number = self.number + len(events) + 1
                 answer = _answer(work, prediction, best, number, _rule(prediction))
-                events.append(_image(number, work, answer, kept[len(events)]))
+                events.append(_image(number, work, answer, views))
                 answers.append(answer)
         began = time.perf_counter()
         if events:
@@ -163,18 +170,18 @@ class Learning:
         """Go on with other classes, those of a task."""
         session = with_classes(self.session, task)
         detail = {"classes": list(task.classnames), "added": list(added), "removed": list(removed)}
-        views = packed(task.text)
+        views = packed(task.text.cpu().numpy())
         self._switch(
             session, self.number, Event(self.number + 1, "classes", now(), detail=json.dumps(detail), views=views)
         )
 
     # Snapshots, and going back
 
-    def snapshot(self, title: str = "", automatic: bool = False) -> Snapshot:
+    def snapshot(self, title: str = "") -> Snapshot:
         """Keep the state as it is now."""
         file = self.store.write_state(self.session)
         with self.store.transaction():
-            return self.store.add_snapshot(self.stream, self.number, title, automatic, self.session.count, file)
+            return self.store.add_snapshot(self.stream, self.number, title, False, self.session.count, file)
 
     def delete_snapshot(self, snapshot: int) -> None:
         """Delete a snapshot that someone took; automatic ones are needed."""
@@ -325,12 +332,30 @@ class Learning:
     # Retention
 
     def _snapshot_if_due(self) -> None:
-        """A snapshot when enough images have passed since the last; old features, rows and snapshots go."""
-        if self.number - self._snapshot_at < self.settings.snapshot_every:
-            return
-        self._snapshot_at = self.snapshot(automatic=True).number
+        """Start a snapshot when enough images have passed since the last; another thread writes it meanwhile."""
+        due = self.number - self._snapshot_at >= self.settings.snapshot_every
+        if due and (self._saving is None or self._saving.done()):
+            self._snapshot_at = self.number
+            self._saving = self.store.saver.submit(self._save, self.session.fork(), self.number)
+
+    def wait_until_saved(self) -> None:
+        """Wait for a snapshot that is being written."""
+        if self._saving is not None:
+            self._saving.result()
+
+    def _save(self, session: Session, number: int) -> None:
+        """Keep the state after an event; old features, rows and snapshots go."""
+        try:
+            file = self.store.write_state(session)
+            with self.store.transaction():
+                self.store.add_snapshot(self.stream, number, "", True, session.count, file)
+            self._drop_old(number)
+        except (sqlite3.Error, OSError, Fenced) as error:
+            log.error("a snapshot could not be written; the log is complete without it: %s", error)
+
+    def _drop_old(self, number: int) -> None:
         snapshots = self.store.snapshots(self.stream)
-        window = self.number - self.settings.keep_images
+        window = number - self.settings.keep_images
         base = [snapshot for snapshot in snapshots if snapshot.number <= max(window, snapshots[0].number)][-1]
         automatic = [snapshot for snapshot in snapshots if snapshot.automatic]
         inside = [snapshot for snapshot in automatic if snapshot.number >= base.number]
@@ -339,7 +364,7 @@ class Learning:
             gone += inside[1:-1:2]
         with self.store.transaction():
             self.store.drop_snapshots(gone)
-            self.store.drop_old(self.stream, base.number, min(base.number, self.number - self.settings.keep_log))
+            self.store.drop_old(self.stream, base.number, min(base.number, number - self.settings.keep_log))
         self.store.remove_states(snapshot.file for snapshot in gone)
 
 
@@ -389,7 +414,7 @@ def _rule(prediction: Prediction) -> str:
     return "" if prediction.learned else NOTHING
 
 
-def _image(number: int, work: Work, answer: dict[str, Any], views: Tensor) -> Event:
+def _image(number: int, work: Work, answer: dict[str, Any], views: np.ndarray) -> Event:
     return Event(
         number, "image", now(), key=work.key, position=work.index, name=work.name, sha256=work.sha256,
         label=answer["label"], zero_shot=answer["zero_shot"], entropy=answer["entropy"], learned=answer["learned"],

@@ -139,7 +139,7 @@ def unpacked(header: Header, blob: Tensor) -> list[Picture]:
         pixels = thumbnail = None
         if row.get("size"):
             height, width = row["size"]
-            pixels = blob[at : at + 3 * height * width].view(height, width, 3)
+            pixels = blob.as_strided((height, width, 3), (3 * width, 3, 1), at)
             at += 3 * height * width
         if count := row.get("thumbnail"):
             thumbnail = blob[at : at + count].numpy().tobytes()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -19,6 +21,7 @@ from testtime.serve.types import Limits
 
 GRACE = 30  # seconds for requests to finish once the server stops
 CONNECTIONS = 1000  # beyond these, requests get 503
+LEAVING = 1.0  # seconds until a port is taken for good
 SWITCH = 0.0001  # seconds a thread may keep the others from Python: an answer passes through several threads
 
 
@@ -43,13 +46,18 @@ class Stoppable(uvicorn.Server):
 
 def bind(host: str, port: int) -> socket.socket:
     """A socket that listens there; a port that is taken is an error before the encoder is loaded."""
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=1024)
-    except OSError as problem:
-        raise InputError(
-            f"Cannot listen on {host}, port {port}: {problem.strerror or problem}. Choose another --port or --host."
-        ) from None
+    end = time.monotonic() + LEAVING
+    while True:
+        try:
+            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+            return socket.create_server((host, port), family=family, backlog=1024)
+        except OSError as problem:
+            if problem.errno == errno.EADDRINUSE and time.monotonic() < end:
+                time.sleep(0.05)  # processes of a server that was killed leave a moment later
+                continue
+            raise InputError(
+                f"Cannot listen on {host}, port {port}: {problem.strerror or problem}. Choose another --port or --host."
+            ) from None
 
 
 def configuration(

@@ -392,6 +392,7 @@ class Service:
         stream = self.find(name)
 
         def changed() -> T:
+            stream.learning.wait_until_saved()
             with self._refusing_writes(stream):
                 result = work(stream)
             if not stream.deleted:

@@ -15,8 +15,10 @@ import contextlib
 import json
 import os
 import sqlite3
+import struct
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -33,6 +35,7 @@ from testtime.serve.types import DATABASE, STATES
 from testtime.session.session import Session
 
 VERSION = 1
+MATRIX = struct.Struct("<iii")  # bytes of a number, rows, columns
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS streams (
     id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, spec TEXT NOT NULL, created TEXT NOT NULL);
@@ -113,17 +116,15 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
-def packed(tensor: Tensor) -> bytes:
+def packed(array: np.ndarray) -> bytes:
     """A float32 or float64 matrix as bytes: its shape and type, then its numbers."""
-    array = tensor.detach().cpu().contiguous().numpy()
-    header = np.array([array.itemsize, *array.shape], dtype="<i4")
-    return header.tobytes() + array.tobytes()
+    return MATRIX.pack(array.itemsize, *array.shape) + array.tobytes()
 
 
 def unpacked(data: bytes) -> Tensor:
     """The matrix in such bytes."""
-    size, rows, columns = np.frombuffer(data, "<i4", 3).tolist()
-    numbers = np.frombuffer(data, "<f4" if size == 4 else "<f8", rows * columns, offset=12)
+    size, rows, columns = MATRIX.unpack_from(data)
+    numbers = np.frombuffer(data, "<f4" if size == 4 else "<f8", rows * columns, offset=MATRIX.size)
     return torch.from_numpy(numbers.reshape(rows, columns).copy())
 
 
@@ -138,7 +139,13 @@ class Store(Database):
         os.chmod(folder, 0o700)
         super().__init__(folder / DATABASE, SCHEMA, VERSION, take_over)
         self.folder = folder
+        self.saver = ThreadPoolExecutor(1, "testtime-saver")  # writes states while images go on
         self._remove_leftovers()
+
+    def close(self) -> None:
+        """Close the database and let another process use the folder."""
+        self.saver.shutdown()
+        super().close()
 
     # Streams
 
@@ -171,12 +178,13 @@ class Store(Database):
         """The number of a stream's last event; 0 before the first."""
         return int(self._all("SELECT coalesce(max(number), 0) FROM events WHERE stream = ?", stream)[0][0])
 
-    def add_events(self, stream: int, events: Iterable[Event]) -> None:
+    def add_events(self, stream: int, events: Sequence[Event]) -> None:
         """Append events, inside a transaction."""
-        marks = ", ".join("?" * (len(COLUMNS) + 1))
-        self._base.executemany(
-            f"INSERT INTO events (stream, {', '.join(COLUMNS)}) VALUES ({marks})",
-            [(stream, *(getattr(event, name) for name in COLUMNS)) for event in events],
+        row = f"({', '.join('?' * (len(COLUMNS) + 1))})"
+        # one statement: after each, this thread would wait for the others to let it run
+        self._base.execute(
+            f"INSERT INTO events (stream, {', '.join(COLUMNS)}) VALUES {', '.join([row] * len(events))}",
+            [value for event in events for value in (stream, *(getattr(event, name) for name in COLUMNS))],
         )
 
     def event(self, stream: int, number: int) -> Event | None:

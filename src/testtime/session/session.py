@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Sized
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -256,13 +256,13 @@ class Session:
 
         They are used as they are: normalised once more, they would differ in their last bits.
         """
-        return self.replay_all([views], index)[0]
+        return self.replay_all(views[None], index)[0]
 
-    def replay_all(self, images: Sequence[Tensor], index: int) -> list[Prediction]:
-        """The same for several images, of consecutive indices; all or nothing, and read from a GPU at once."""
+    def replay_all(self, images: Tensor, index: int) -> list[Prediction]:
+        """The same for several images (N, V, D) of consecutive indices; all or nothing, and read from a GPU at once."""
         with self._lock, deferred_interrupts():
             self.position = index
-            return self._advance(torch.stack(list(images)).to(self.task.text))
+            return self._advance(images.to(self.task.text))
 
     def peek(self, views: Tensor) -> Prediction:
         """Predict from views (V, D) of the encoding stream, used as they are, learning nothing."""

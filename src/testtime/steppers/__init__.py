@@ -56,6 +56,9 @@ class Stepper(Protocol):
     def peek(self, views: Tensor) -> Tensor:
         """Logits (S, C) as `step` would return them; nothing is learned."""
 
+    def peeks(self, stream: Tensor) -> Tensor:
+        """Logits (S, N, C) for the views of N images (N, V, D), at least one, each as `peek` returns them."""
+
     def warm_up(self, views: int) -> None:
         """Load, compile and capture everything for steps on images with this many views; nothing is learned."""
 

@@ -48,6 +48,9 @@ class Plain:
         self._check_single()
         return self.method.step(self.task, self._state, aligned(views))[0][None]
 
+    def peeks(self, stream: Tensor) -> Tensor:
+        return torch.stack([self.peek(views) for views in stream], 1)
+
     def warm_up(self, views: int) -> None:
         self.method.step(self.task, self._state, dummy_views(self.task, views))
 

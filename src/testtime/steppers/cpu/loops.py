@@ -132,6 +132,9 @@ class ByImage:
     def peek(self, views: Tensor) -> Tensor:
         return self._step(aligned(views), True)[0]
 
+    def peeks(self, stream: Tensor) -> Tensor:
+        return torch.stack([self.peek(views) for views in stream], 1)
+
     def warm_up(self, views: int) -> None:
         self.peek(dummy_views(self.task, views))
 

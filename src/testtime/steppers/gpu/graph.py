@@ -24,6 +24,7 @@ from testtime.types import FeatureError, Method, Task
 
 PRIORITY = -1  # a caller waits for the answer, while the encoder only reads ahead
 STEPS = 32  # per graph, at most: launching it costs about as much as one kernel
+SIZES = (STEPS, 8, 4, 2, 1)  # of graphs: each is captured, and any number of images takes few launches
 
 
 class Body(Protocol):
@@ -88,9 +89,15 @@ class Stepper:
         with self._high_priority():
             return self._launch(views[None], peeking=True)[0].clone()
 
+    def peeks(self, stream: Tensor) -> Tensor:
+        self._body_for(stream[0])
+        with self._high_priority():
+            parts = [self._launch(part, peeking=True).clone() for part in self._parts(stream)]
+            return torch.cat(parts).transpose(0, 1)
+
     def warm_up(self, views: int) -> None:
         self._body_for(dummy_views(self.task, views))
-        for count in _sizes():
+        for count in SIZES:
             self._cached_launch(count, False)
 
     def snapshot(self) -> Sequence[Nested]:
@@ -137,7 +144,7 @@ class Stepper:
     def _parts(self, stream: Tensor) -> list[Tensor]:
         """The stream in parts of one launch each."""
         rest, counts = len(stream), list[int]()
-        for size in _sizes():
+        for size in SIZES:
             counts += [size] * (rest // size)
             rest %= size
         return list(stream.split(counts)) if counts else []
@@ -170,8 +177,8 @@ class Stepper:
             for place in range(count):
                 body.step(self._views[place], self._logits[place])
                 self._learned[place].copy_(body.learned != 0)
-            if peeking:
-                self.restore(before)
+                if peeking:
+                    self.restore(before)
 
         if not self._graphs:
             return steps
@@ -186,11 +193,6 @@ class Stepper:
             return steps
         finally:
             self.restore(before)
-
-
-def _sizes() -> list[int]:
-    """How many steps graphs have: few sizes, since each is captured, but a few images take a few launches."""
-    return sorted({STEPS, max(1, STEPS // 4), 1}, reverse=True)
 
 
 class MethodSteps:

@@ -1,0 +1,159 @@
+"""Encoding on Ray: tasks read and decode images, a pool of workers encodes them, and the features come back in order.
+
+    images -> read and decode (tasks, Ray Data) -> views and encoder (workers) -> features, in the order of the input
+
+It takes the place of `encoding.stream.stream`, which each worker runs on its part: the features of an image depend on
+the image, the seed and its index alone, so they are the same bits with any number of workers. Everything else (shards,
+what is finished, the index) is `encoding.encode`, on the machine of the command.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+
+from testtime.cluster.decoding import decoded_blocks, images_of
+from testtime.cluster.pool import Pool
+from testtime.encoding.encoders import load_encoder
+from testtime.encoding.stream import MAX_IMAGES, Encoded, stream
+from testtime.errors import ImageError, InputError, MissingPart
+from testtime.images.diffusion import open_variations
+from testtime.types import Encoder, StoredImage, ViewPlan
+
+VIEWS = {"cpu": 64, "cuda": 1024}  # of the images that a task reads together, at most
+TASKS = 4  # such tasks per worker, at least
+DEVICES = ("auto", "cpu", "cuda")
+
+
+class Place(NamedTuple):
+    """Where to encode: how many workers, on which device, and what each has for itself."""
+
+    workers: int
+    device: str
+    cpus: int
+    gpus: int
+
+
+class Block(NamedTuple):
+    """The features of the readable images of a block (n, V, D), their indices, and the errors of the others."""
+
+    kept: list[int]
+    features: np.ndarray
+    errors: dict[int, str]
+
+
+class Worker:
+    """An encoder in a process of its own."""
+
+    def __init__(self, encoder: str, plan: ViewPlan, variations: str | None, dtype: torch.dtype, place: Place) -> None:
+        self.name, self.plan, self.variations, self.dtype, self.place = encoder, plan, variations, dtype, place
+
+    def start(self) -> None:
+        """Load the encoder; not in `__init__`, whose errors Ray reports as a death."""
+        self.encoder = load_encoder(self.name, self.place.device)
+        if self.variations is not None:
+            self.plan = replace(self.plan, variations=open_variations(self.variations, self.encoder.device))
+
+    def work(self, block: Any) -> Block:
+        """The features of a block of decoded images."""
+        torch.set_num_threads(self.place.cpus)  # for each of the threads in which Ray calls
+        images = images_of(block)
+        errors = {image.position: image.error for image in images if image.error}
+        readable = [image for image in images if not image.error]
+        kept, features = [], []
+        pixels = (_named(image.pixels, image.name) for image in readable)
+        for entry in stream(self.encoder, pixels, self.plan, indices=[image.position for image in readable]):
+            if entry.features is None:
+                errors[entry.index] = str(entry.error)
+            else:
+                kept.append(entry.index)
+                features.append(entry.features.to(self.dtype).cpu())
+        return Block(kept, torch.stack(features).numpy() if features else np.empty(0), errors)
+
+
+def _named(pixels: np.ndarray, name: str) -> Image.Image:
+    """A Pillow image that knows its path, by which its variations are found."""
+    image = Image.fromarray(pixels)
+    image.info["path"] = name
+    return image
+
+
+@dataclass(frozen=True)
+class RayStream:
+    """`encoding.stream.stream` on the Ray cluster that this process is connected to.
+
+    The features are returned in `dtype`. By default there is a worker for each GPU, or else for each machine.
+    """
+
+    device: str = "auto"  # of the workers
+    workers: int | None = None
+    dtype: torch.dtype = torch.float32
+
+    def __call__(
+        self, encoder: Encoder, images: Iterable[StoredImage], plan: ViewPlan, *, indices: Sequence[int]
+    ) -> Iterator[Encoded]:
+        """The features of each image, in order."""
+        import ray
+
+        place = placed(self.device, self.workers, [node["Resources"] for node in ray.nodes() if node["Alive"]])
+        actor = ray.remote(Worker).options(
+            num_cpus=place.cpus, num_gpus=place.gpus, max_restarts=0, max_concurrency=2, scheduling_strategy="SPREAD"
+        )
+        variations = plan.metadata().get("variations")  # opened again by each worker
+        sent = encoder.name, replace(plan, variations=None), variations, self.dtype, place
+        # where workers have all CPUs, reading takes none of its own: it is little beside encoding on a CPU
+        reading = (1, None) if place.gpus else (0, place.workers)
+        sources = list(images)
+        numbered = zip(indices, sources, strict=True)
+        pool = Pool(lambda: actor.remote(*sent), place.workers)
+        try:
+            for block in pool.map(decoded_blocks(sources, indices, _chunk(len(sources), plan, place), *reading)):
+                rows = dict(zip(block.kept, torch.from_numpy(block.features.copy()), strict=True))
+                for index in sorted(rows.keys() | block.errors.keys()):
+                    expected, source = next(numbered)
+                    if index != expected:
+                        raise RuntimeError(f"Ray returned image {index} in place of image {expected}.")
+                    error = ImageError(block.errors[index]) if index in block.errors else None
+                    yield Encoded(index, source, rows.get(index), error)
+        finally:
+            pool.close()
+
+
+def placed(device: str, workers: int | None, machines: Sequence[dict[str, float]]) -> Place:
+    """Where to encode on machines with these resources; as many workers as asked for, with all the CPUs they can have.
+
+    >>> placed("auto", None, [{"CPU": 8.0}, {"CPU": 8.0}])
+    Place(workers=2, device='cpu', cpus=8, gpus=0)
+    >>> placed("auto", 4, [{"CPU": 8.0}, {"CPU": 8.0}])
+    Place(workers=4, device='cpu', cpus=4, gpus=0)
+    >>> placed("auto", None, [{"CPU": 16.0, "GPU": 4.0}, {"CPU": 8.0}])
+    Place(workers=4, device='cuda', cpus=1, gpus=1)
+    """
+    if device not in DEVICES:
+        raise InputError(f"--device {device}: on Ray, write {', '.join(DEVICES)}; Ray chooses the GPU of a worker.")
+    if workers is not None and workers < 1:
+        raise InputError(f"--workers {workers}: must be 1 or more.")
+    cpus = [int(machine.get("CPU", 0)) for machine in machines]
+    gpus = int(sum(machine.get("GPU", 0) for machine in machines))
+    if device == "cuda" and not gpus:
+        raise MissingPart("--device cuda: no machine of the Ray cluster has a GPU; use --device cpu.")
+    if gpus and device != "cpu":
+        if (workers or 1) > gpus:
+            raise InputError(f"--workers {workers}: the Ray cluster has {gpus} GPUs, and a worker takes one.")
+        return Place(workers or gpus, "cuda", 1, 1)
+    wanted = workers or max(1, sum(count > 0 for count in cpus))
+    if wanted > sum(cpus):
+        raise InputError(f"--workers {wanted}: the Ray cluster has {sum(cpus)} CPUs, and a worker takes one or more.")
+    share = max(each for each in range(1, max(cpus) + 1) if sum(count // each for count in cpus) >= wanted)
+    return Place(wanted, "cpu", share, 0)
+
+
+def _chunk(images: int, plan: ViewPlan, place: Place) -> int:
+    """How many images a task reads: a multiple of those that a GPU encodes together."""
+    most = min(VIEWS[place.device] // plan.total, images // (TASKS * place.workers))
+    return MAX_IMAGES * max(1, most // MAX_IMAGES)
