@@ -202,6 +202,30 @@ def test_a_change_whose_answer_was_lost_is_not_repeated(running, service) -> Non
     assert list(service.specs) == ["pets"]
 
 
+class Proxied(Lossy):
+    """A proxy that loses the first answer, and says so in its own words."""
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        try:
+            return super().handle_request(request)
+        except httpx.ReadError:
+            return httpx.Response(500, text="Internal Server Error", request=request)
+
+
+def test_a_proxy_that_lost_the_server_is_asked_again_for_what_may_be_repeated(running, service) -> None:
+    with Client(running[1]) as plain:
+        plain.create("pets", ["cat", "dog"])
+    with Client(running[1], transport=Proxied()) as client:
+        assert client.classify("pets", b"x")["id"] == 1
+    assert len(service.seen["pets"]) == 1
+    with Client(running[1], transport=Proxied()) as client, pytest.raises(ServiceError) as problem:
+        client.reset("pets")
+    assert problem.value.status == 500
+    service.fail_next = [RuntimeError("a bug")]
+    with Client(running[1]) as client, pytest.raises(ServiceError, match="its log tells why"):
+        client.classify("pets", b"y")
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_no_server_is_said_with_its_address(way, service) -> None:
     client = (Client if way == "sync" else Ran)("http://127.0.0.1:9", attempts=2)

@@ -70,6 +70,14 @@ def serve(
     keep_images: Annotated[
         int, typer.Option("--keep-images", help="Latest images of a stream that can be unlearned.")
     ] = 10_000,
+    on: options.On = None,
+    encoders: Annotated[
+        int | None, typer.Option("--encoders", help="With --on: encoders that always run. By default 1.")
+    ] = None,
+    max_encoders: Annotated[
+        int | None,
+        typer.Option("--max-encoders", help="With --on: most encoders, started when there is work. By default 4."),
+    ] = None,
     config_file: config.Config = None,
     save_config: config.SaveConfig = None,
 ) -> None:
@@ -77,8 +85,12 @@ def serve(
 
     Everything is kept in --folder, and a service that is stopped or killed goes on where it was. Without tokens it
     listens on this machine alone; 'testtime token add' makes one.
+
+    With --on, it runs on Ray Serve: each stream in a process of its own, which is started again, on another machine if
+    need be, when it dies. All machines must see --folder.
     """
     check_installed()
+    from testtime.cluster.directory import check_layout
     from testtime.files import check_folder, locked
     from testtime.serve import logs
     from testtime.serve.auth import Gate, check_bind
@@ -92,15 +104,46 @@ def serve(
         max_batch=max_batch, deadline=deadline, processes=processes, decoders=decoders, waiting=waiting_images,
         image_size=image_size, streams=streams, snapshot_every=snapshot_every, keep_images=keep_images,
     )  # fmt: skip
+    running = _encoders(on, encoders, max_encoders)
     check_folder(folder)
+    check_layout(folder, on is not None)
     check_bind(host, folder)
     config.save(context, save_config)
 
-    from testtime.encoding.encoders import load_encoder
+    context.with_resource(locked(folder / "service"))
+    gate, tls = Gate(folder, host), (None, None) if certificate is None else (str(certificate), str(key))
+
+    def announce(port: int) -> None:
+        address = f"{'https' if certificate else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+        note(f"testtime serves {encoder} from {folder}; Ctrl-C stops it.\n  page  {address}/\n  API   {address}/docs")
+        if gate.open:
+            note("  No token is needed, from this machine alone; 'testtime token add NAME --scope admin' changes that.")
+
     from testtime.serve.server import bind
+
+    if on is not None:
+        from testtime.cluster.connect import address_of, connected
+
+        if address_of(on) == "local":
+            with bind(host, port) as free:
+                port = free.getsockname()[1]
+        with waiting("connecting to Ray"):
+            context.with_resource(connected(on))
+        from testtime.cluster.serving import Plan, serving, wait_for_signal
+
+        settings = replace(settings, decoders=decoders or settings.decoders)
+        plan = Plan(
+            folder.resolve(), encoder, device, settings, host, port, certificate=tls[0], key=tls[1],
+            log_format=log_format, fronts=processes or 1, min_encoders=running[0], max_encoders=running[1],
+        )  # fmt: skip
+        with waiting(f"starting the encoder {encoder} on Ray"):
+            context.with_resource(serving(plan, stays=address_of(on) != "local"))
+        announce(port)
+        return wait_for_signal()
+
+    from testtime.encoding.encoders import load_encoder
     from testtime.serve.service import Service
 
-    context.with_resource(locked(folder / "service"))
     listener = context.with_resource(bind(host, port))
     logs.set_up(log_format)
     with waiting(f"loading the encoder {encoder}"):
@@ -108,14 +151,7 @@ def serve(
     shared = loaded.device.type != "cpu"  # a GPU encodes more than one process can answer
     processes = (FRONTS if shared else 0) if processes is None else processes
     decoders = (DECODERS if shared else settings.decoders) if decoders is None else decoders
-    gate = Gate(folder, host)
-    address = (
-        f"{'https' if certificate else 'http'}://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
-    )
-    note(f"testtime serves {encoder} from {folder}; Ctrl-C stops it.\n  page  {address}/\n  API   {address}/docs")
-    if gate.open:
-        note("  No token is needed, from this machine alone; 'testtime token add NAME --scope admin' changes that.")
-    tls = (None, None) if certificate is None else (str(certificate), str(key))
+    announce(listener.getsockname()[1])
     if processes:
         from testtime.serve.front_process import Address
         from testtime.serve.fronts import Fronts, serve_through
@@ -130,6 +166,17 @@ def serve(
         service = Service(loaded, folder, replace(settings, decoders=decoders))
         made = make_app(service, gate, settings.limits, secure=certificate is not None)
         serve_on(listener, configuration(made, settings.limits, *tls))
+
+
+def _encoders(on: str | None, least: int | None, most: int | None) -> tuple[int, int]:
+    """How many encoders run on Ray, at least and at most."""
+    if on is None and (least, most) != (None, None):
+        raise InputError("--encoders and --max-encoders are for a service on Ray; add --on ray, or leave them out.")
+    least = 1 if least is None else least
+    most = max(4, least) if most is None else most
+    if not 1 <= least <= most <= 1000:
+        raise InputError(f"--encoders {least}, --max-encoders {most}: must be from 1 to 1,000, the second not smaller.")
+    return least, most
 
 
 def check_installed() -> None:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any
 
 from testtime.serve import calls
-from testtime.serve.calls import AGAIN, Call, headers_of, httpx, lost, may_repeat, stream_path
+from testtime.serve.calls import Call, headers_of, httpx, lost, may_follow, may_repeat, stream_path
 from testtime.serve.replies import Answer, AuditRow, ImageFailure, LabelResult, SnapshotInfo, StreamInfo
 
 
@@ -39,7 +39,7 @@ class AsyncClient:
             except httpx.TransportError as problem:
                 if last or not may_repeat(call, problem):
                     raise lost(self._url, problem) from problem
-            if response is not None and (last or response.status_code not in AGAIN):
+            if response is not None and (last or not may_follow(call, response)):
                 break
             await asyncio.sleep(calls.wait_before(attempt, response))
         assert response is not None

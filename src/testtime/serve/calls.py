@@ -58,6 +58,15 @@ def may_repeat(call: Call, problem: httpx.TransportError) -> bool:
     return call.repeatable or isinstance(problem, httpx.ConnectError | httpx.ConnectTimeout)
 
 
+def may_follow(call: Call, response: httpx.Response) -> bool:
+    """Whether a call may be sent again after this response.
+
+    An error of a server is JSON. Another one comes from a proxy in front of it, which lost the connection to it.
+    """
+    proxy = response.status_code >= 500 and "json" not in response.headers.get("content-type", "")
+    return response.status_code in AGAIN or (call.repeatable and proxy)
+
+
 def get(path: str, **params: Any) -> Call:
     return Call("GET", path, params={key: value for key, value in params.items() if value is not None}, repeatable=True)
 

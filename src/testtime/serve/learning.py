@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from testtime.serve.database import Fenced
 from testtime.serve.store import Event, Snapshot, Store, now, packed, unpacked
 from testtime.serve.types import ServiceError, Settings
 from testtime.session.classes import with_classes
@@ -349,7 +350,7 @@ class Learning:
             with self.store.transaction():
                 self.store.add_snapshot(self.stream, number, "", True, session.count, file)
             self._drop_old(number)
-        except (sqlite3.Error, OSError) as error:
+        except (sqlite3.Error, OSError, Fenced) as error:
             log.error("a snapshot could not be written; the log is complete without it: %s", error)
 
     def _drop_old(self, number: int) -> None:

@@ -18,12 +18,13 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from testtime.encoding.live import LiveEncoder
-from testtime.encoding.stream import Encoded
+from testtime.encoding.stream import Encoded, Source
+from testtime.serve.database import Fenced
 from testtime.serve.front import check_count, failure
 from testtime.serve.learning import Learning, Work
 from testtime.serve.store import Store
@@ -93,14 +94,29 @@ class Stream:
             await self.idle.wait()
 
 
+class Live(Protocol):
+    """Encodes images as they arrive, as `LiveEncoder` does."""
+
+    def submit(self, source: Source, plan: ViewPlan, index: int, like: Tensor | None = None) -> Future[Encoded]:
+        """The features of an image, as `stream` gives them for one of that index."""
+
+    def warm_up(self, plan: ViewPlan) -> None:
+        """Prepare for images of these views."""
+
+    def close(self) -> None:
+        """Wait for the images that were submitted."""
+
+
 class Pipeline:
     """Answers images of all streams; for one event loop. `read_only` says why nothing is learned, if so."""
 
-    def __init__(self, encoder: Encoder, store: Store, settings: Settings, telemetry: Telemetry) -> None:
+    def __init__(
+        self, encoder: Encoder, store: Store, settings: Settings, telemetry: Telemetry, live: Live | None = None
+    ) -> None:
         self.settings, self.telemetry, self.read_only = settings, telemetry, ""
         self.waiting = 0  # images that were accepted and not answered yet
         self._encoder, self._store, self._loop = encoder, store, asyncio.get_running_loop()
-        self._live = LiveEncoder(
+        self._live: Live = live or LiveEncoder(
             encoder, max_batch=settings.max_batch, deadline=settings.deadline, on_batch=telemetry.batch
         )
         self._learners = ThreadPoolExecutor(settings.learners, "testtime-learner")
@@ -239,6 +255,9 @@ class Pipeline:
                     break
             try:
                 answers = self._step(stream, ready)
+            except Fenced as error:
+                log.error("stream '%s': %s", stream.name, error)
+                answers = [failure(error, image.picture.name) for image in ready]
             except Exception as error:  # a bug; the stream goes on from its log
                 log.exception("stream '%s' failed", stream.name)
                 stream.learning.forget_unwritten()

@@ -25,11 +25,11 @@ from testtime.serve import look
 from testtime.serve.auth import Rates
 from testtime.serve.front import Front
 from testtime.serve.learning import Learning, new_task
-from testtime.serve.pipeline import Pipeline, Stream, log
+from testtime.serve.pipeline import Live, Pipeline, Stream, log
 from testtime.serve.rows import audit_row, snapshot_row
 from testtime.serve.store import Event, Store
 from testtime.serve.telemetry import Telemetry
-from testtime.serve.tour import Tour
+from testtime.serve.tour import Tour, new_name
 from testtime.serve.types import Events, Picture, ServiceError, Settings, StreamSpec, Upload
 from testtime.session.session import Session
 from testtime.text.prompts import build_task, check_classes
@@ -46,8 +46,17 @@ class Service:
     """
 
     def __init__(
-        self, encoder: Encoder, folder: Path, settings: Settings | None = None, telemetry: Telemetry | None = None
+        self,
+        encoder: Encoder,
+        folder: Path,
+        settings: Settings | None = None,
+        telemetry: Telemetry | None = None,
+        *,
+        live: Live | None = None,
+        take_over: bool = False,
     ) -> None:
+        """`live` encodes images as they arrive, by default here; `take_over` is that of the `Store`."""
+        self._live, self._take_over = live, take_over
         self.encoder, self.folder, self.settings = encoder, folder, settings or Settings()
         self.telemetry = telemetry or Telemetry()
         self.ready, self._draining = False, False
@@ -62,8 +71,8 @@ class Service:
         """Open the folder, load the streams, and be ready."""
         self._loop = asyncio.get_running_loop()
         self._helpers = ThreadPoolExecutor(2, "testtime-change")
-        self._store = Store(self.folder)
-        self.pipeline = Pipeline(self.encoder, self._store, self.settings, self.telemetry)
+        self._store = Store(self.folder, self._take_over)
+        self.pipeline = Pipeline(self.encoder, self._store, self.settings, self.telemetry, self._live)
         if self.settings.decoders:
             self._front = Front(self.settings, self.telemetry)
         self.telemetry.watch(lambda: self.ready, lambda: bool(self.read_only))
@@ -96,6 +105,16 @@ class Service:
     def read_only(self) -> str:
         """Why nothing can be written; empty if it can."""
         return self.pipeline.read_only
+
+    @property
+    def fenced(self) -> bool:
+        """Whether another process has taken over the folder."""
+        return self._store.fenced
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is no stream, nor one on its way."""
+        return not (self._streams or self._making or self._broken)
 
     @property
     def waiting(self) -> int:
@@ -176,9 +195,9 @@ class Service:
         """The metrics in Prometheus' text format."""
         return self.telemetry.text()
 
-    async def tour(self) -> dict[str, Any]:
+    async def tour(self, name: str | None = None) -> dict[str, Any]:
         """A new stream that shows how adaptation works, on features that come with the package."""
-        return await self._tour.start()
+        return await self._tour.start(name or new_name())
 
     # Streams
 

@@ -16,11 +16,9 @@ import json
 import os
 import sqlite3
 import struct
-import threading
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -32,6 +30,7 @@ from torch import Tensor
 
 from testtime import files
 from testtime.errors import InputError, StateError
+from testtime.serve.database import Database
 from testtime.serve.types import DATABASE, STATES
 from testtime.session.session import Session
 
@@ -129,76 +128,24 @@ def unpacked(data: bytes) -> Tensor:
     return torch.from_numpy(numbers.reshape(rows, columns).copy())
 
 
-class Store:
-    """The database and the state files of a service, in a folder that belongs to one process at a time."""
+class Store(Database):
+    """The database and the state files of a service, in a folder that one process writes at a time.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    With `take_over`, a process that writes it loses it to this one; otherwise that is an InputError.
+    """
+
+    def __init__(self, folder: Path, take_over: bool = False) -> None:
         files.make_folder(folder / STATES)
         os.chmod(folder, 0o700)
-        self._held = contextlib.ExitStack()
-        self._held.enter_context(files.locked(folder / DATABASE))
-        self._lock = threading.RLock()  # of the one connection that writes
+        super().__init__(folder / DATABASE, SCHEMA, VERSION, take_over)
+        self.folder = folder
         self.saver = ThreadPoolExecutor(1, "testtime-saver")  # writes states while images go on
-        self._readers = threading.local()  # a connection for each thread that reads: reading waits for no write
-        self._open_readers: list[sqlite3.Connection] = []
-        try:
-            self._open(folder / DATABASE)
-        except BaseException:
-            self._held.close()
-            raise
-
-    def _open(self, path: Path) -> None:
-        try:
-            self._base = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-            for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "secure_delete=ON"):
-                self._base.execute(f"PRAGMA {pragma}")
-            (version,) = self._base.execute("PRAGMA user_version").fetchone()
-            if version not in (0, VERSION):
-                raise StateError(f"{path} has version {version}, this program reads {VERSION}; give another folder.")
-            self._base.executescript(SCHEMA)
-            self._base.execute(f"PRAGMA user_version={VERSION}")
-        except sqlite3.DatabaseError as error:
-            raise StateError(f"{path} cannot be used: {error}. Give another folder, or restore a backup.") from None
         self._remove_leftovers()
 
     def close(self) -> None:
         """Close the database and let another process use the folder."""
         self.saver.shutdown()
-        with self._lock:
-            for connection in (*self._open_readers, self._base):
-                connection.close()
-            self._held.close()
-
-    @contextmanager
-    def transaction(self) -> Iterator[None]:
-        """A block whose changes are on the disk when it ends, all of them or none."""
-        with self._lock:
-            self._base.execute("BEGIN IMMEDIATE")
-            try:
-                yield
-                self._base.execute("COMMIT")
-            except BaseException:
-                with contextlib.suppress(sqlite3.Error):  # a full disk may have ended it already
-                    self._base.execute("ROLLBACK")
-                raise
-
-    def _all(self, query: str, *values: object) -> list[sqlite3.Row]:
-        reader: sqlite3.Connection | None = getattr(self._readers, "connection", None)
-        if reader is None:
-            reader = sqlite3.connect(self.folder / DATABASE, isolation_level=None, check_same_thread=False)
-            reader.row_factory = sqlite3.Row
-            self._readers.connection = reader
-            with self._lock:
-                self._open_readers.append(reader)
-        return reader.execute(query, values).fetchall()
-
-    def probe(self) -> None:
-        """Raise if nothing can be written."""
-        with self.transaction():
-            self._base.execute("CREATE TABLE probe (content BLOB)")
-            self._base.execute("INSERT INTO probe VALUES (zeroblob(65536))")
-            self._base.execute("DROP TABLE probe")
+        super().close()
 
     # Streams
 
@@ -327,11 +274,6 @@ class Store:
             stream,
         )
 
-    def checkpoint(self) -> None:
-        """Move everything from the write-ahead log into the database, so that erased data is gone from both."""
-        with self._lock:
-            self._base.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-
     # Snapshots
 
     def snapshots(self, stream: int) -> list[Snapshot]:
@@ -383,6 +325,7 @@ class Store:
                 self.state_path(name).unlink()
 
     def _remove_leftovers(self) -> None:
+        # a process that lost the folder to this one may be about to name such a file: it will not be allowed to
         known = {row["file"] for row in self._all("SELECT file FROM snapshots")}
         self.remove_states(path.name for path in (self.folder / STATES).iterdir() if path.name not in known)
 

@@ -19,6 +19,11 @@ IMAGES = 400
 PACE = 0.05  # seconds between two images
 
 
+def new_name() -> str:
+    """A name for the stream of a tour."""
+    return f"tour-{secrets.token_hex(4)}"
+
+
 class Tour:
     """Runs one tour at a time: a new one ends the one before it, and deletes its stream."""
 
@@ -26,13 +31,13 @@ class Tour:
         self._service = service
         self._task: asyncio.Task[None] | None = None
 
-    async def start(self) -> dict[str, Any]:
-        """A new stream that is fed from now on."""
+    async def start(self, name: str) -> dict[str, Any]:
+        """A new stream of that name, which is fed from now on."""
         await self.close()
         for old in self._service.tours():
             await self._service.delete(old)
         stream = await asyncio.to_thread(lambda: largest(demo_stream(), CLASSES))
-        spec = StreamSpec(f"tour-{secrets.token_hex(4)}", stream.task.classnames, tour=True)
+        spec = StreamSpec(name, stream.task.classnames, tour=True)
         info = await self._service.add(spec, lambda: Session(stream.task, "dpe", guard=True), "start")
         self._task = asyncio.create_task(self._feed(spec.name, stream.views, stream.labels.tolist()))
         return info

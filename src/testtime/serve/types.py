@@ -117,6 +117,9 @@ class ServiceError(TesttimeError):
         super().__init__(message)
         self.status, self.retry_after = status, retry_after
 
+    def __reduce__(self) -> tuple[Any, ...]:  # to another process: an exception is made again of its message alone
+        return ServiceError, (self.status, str(self), self.retry_after)
+
 
 DATABASE = "testtime.sqlite"
 STATES = Path("states")  # folder of state files, inside the service's folder
