@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from pages import architecture, benchmarks, cluster, commands, differences, experiments, methods, speed
+from pages import architecture, benchmarks, board, cluster, commands, differences, experiments, methods, speed
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -33,6 +33,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
         "recipes": experiments.settings,
         "published": experiments.published,
     },
+    "leaderboard.md": {"ranks": board.ranks},
     "speed.md": {"cpu": speed.cpu, "gpu": speed.gpu, "measured": speed.systems},
 }
 REGION = re.compile(r"(<!-- generated: (\w+) -->\n).*?(\n<!-- end of generated -->)", re.DOTALL)

@@ -1,0 +1,31 @@
+"""The ranks of the board in `docs/board`, for the page on leaderboards."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pages import table
+
+BOARD = Path(__file__).parents[2] / "docs" / "board" / "leaderboard.json"
+COLUMNS = (("one-setting", "all cells"), ("one-setting", "dataset: caltech101"), ("per-dataset", "dataset: caltech101"))
+HEAD = ["method", "one setting, all datasets", "one setting, Caltech101", "per dataset, Caltech101", "below zero-shot"]
+
+
+def ranks() -> str:
+    """The rank of each method in three tables, with its gain over zero-shot and the interval of that."""
+    standings = json.loads(BOARD.read_text())["standings"]
+    columns = [{row["label"]: row for row in standings[track][cells]} for track, cells in COLUMNS]
+    rows = [
+        [label, *(_rank(column.get(label)) for column in columns), f"{100 * row['below']:.0f}%"]
+        for label, row in columns[0].items()
+    ]
+    return table(HEAD, rows) + "\n"
+
+
+def _rank(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return "-"
+    low, mean, high = (100 * row["gap"][name] for name in ("low", "mean", "high"))
+    return f"{row['rank']} ({mean:+.2f}; {low:+.2f} to {high:+.2f})"
