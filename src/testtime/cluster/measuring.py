@@ -124,7 +124,7 @@ class _Watch:
 def _mean(call: Callable[[int, Path], Seconds], paths: Sequence[Path], threads: int, seconds: float) -> Seconds:
     """The mean of each stage over images, with all threads busy for about `seconds`, after a warm-up."""
     pool = workers(threads, flush=True)
-    list(pool.map(call, range(threads), islice(cycle(paths), threads)))
+    list(pool.map(call, range(4 * threads), cycle(paths)))  # each thread has compiled and allocated what it needs
     found: list[Seconds] = []
     turns, ends = zip(count(), cycle(paths), strict=False), time.perf_counter() + seconds
     while not found or time.perf_counter() < ends:

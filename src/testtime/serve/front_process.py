@@ -28,7 +28,10 @@ class Address:
 
 def main(link: socket.socket, listener: socket.socket) -> None:
     """Serve until told to stop; what to serve is the first message."""
-    given, _ = receive(link, bytearray)
+    try:
+        given, _ = receive(link, bytearray)
+    except EOFError:
+        return  # the service has ended before
     address, settings = Address(**given["address"]), given["settings"]
     limits = Limits(**settings.pop("limits"))
     logs.set_up(address.log_format)

@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from testtime.serve.remote import Bytes, Header, Remote, perform
-from testtime.serve.types import Events, Settings
+from testtime.serve.types import Events, ServiceError, Settings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -119,9 +119,10 @@ class Link:
             await asyncio.to_thread(self.send, header, data)
 
     async def _feed(self, number: int, name: str) -> None:
-        async with self._service.subscribe(name) as queue:
-            while True:
-                await self._reply({"id": number, "event": await queue.get()})
+        with contextlib.suppress(ServiceError):  # the stream was deleted meanwhile
+            async with self._service.subscribe(name) as queue:
+                while True:
+                    await self._reply({"id": number, "event": await queue.get()})
 
 
 # Where HTTP is spoken
