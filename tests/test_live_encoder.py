@@ -267,6 +267,37 @@ def test_launches_hold_images_of_one_kind(live: Any, on_device: None) -> None:
         assert_close(entry.features.float(), expected.features, "arithmetic")
 
 
+def test_second_launch_waits_until_it_is_full_or_the_first_is_done(
+    live: Any, on_device: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, finish, batches = threading.Event(), streams._Device.finish, list[int]()
+    monkeypatch.setattr(streams._Device, "finish", lambda *given: (go.wait(LONG), finish(*given))[1])
+    encoder = live(max_batch=4, deadline=0.0, on_batch=lambda images, _: batches.append(images))
+    launches, launch = list[int](), streams._Device.launch
+    monkeypatch.setattr(
+        streams._Device, "launch", lambda self, group: (launches.append(len(group)), launch(self, group))[1]
+    )
+    futures = [encoder.submit(pixels(0), ViewPlan(1), 0)]
+    wait_until(lambda: launches == [1])
+    futures += [encoder.submit(pixels(0), ViewPlan(1), number) for number in (1, 2, 3)]
+    threading.Event().wait(0.2)
+    assert launches == [1]  # three wait for a fourth
+    futures.append(encoder.submit(pixels(0), ViewPlan(1), 4))
+    wait_until(lambda: launches == [1, 4])
+    futures.append(encoder.submit(pixels(0), ViewPlan(1), 5))
+    go.set()
+    got(futures)
+    assert launches == batches == [1, 4, 1]
+
+
+def wait_until(happened: Any) -> None:
+    for _ in range(1000):
+        if happened():
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError("it did not happen")
+
+
 def test_several_launches_are_in_flight_while_results_wait(
     live: Any, on_device: None, launched: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -191,6 +191,19 @@ def test_a_peek_gives_what_the_next_step_gives_and_leaves_the_state_unchanged(
         assert learned.shape == (1,) and learned.dtype == torch.bool and torch.equal(learned, expected_learned)
 
 
+@every_method
+@every_stepper
+@pytest.mark.parametrize("views", [1, 12])
+def test_several_peeks_are_those_of_each_image_alone(method: Any, opened: Callable[..., Any], views: int) -> None:
+    task, stream, _ = tt.toy(classes=7, dim=30, images=24, views=views)
+    stepper = opened(task, [method], [method.init(task)])
+    stepper.steps(stream[:10])
+    before = copied(stepper.snapshot())
+    peeks = stepper.peeks(stream)
+    assert torch.equal(peeks, torch.stack([stepper.peek(image) for image in stream], 1))
+    assert all(map(torch.equal, leaves(stepper.snapshot()), before))
+
+
 @pytest.mark.parametrize("name", COMPILED)
 def test_a_peek_at_settings_side_by_side_gives_what_each_gives_alone(name: str) -> None:
     number = {"dpe": "alpha", "tda": "pos_alpha", "tps": "lr", "dmn": "beta"}[name]

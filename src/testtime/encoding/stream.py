@@ -31,6 +31,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.nn.functional import pad
 
 from testtime.encoding.budget import Full, MemoryBudget, Share
 from testtime.encoding.compiled import Compiled
@@ -374,7 +375,8 @@ class _Device:
         """Unit features (n, V, D) of a launch, and whether they are usable: (n,)."""
         if grey is None:
             return torch.empty(0, device=self.encoder.device), torch.empty(0)
-        features = self.compiled.encode(grey.flatten(0, 1)).unflatten(0, (len(grey), -1))
+        grey = pad(grey, [0] * 8 + [0, self.together - len(grey)])  # black where images are missing at the end
+        features = self.compiled.encode(grey.flatten(0, 1)).unflatten(0, (self.together, -1))
         return checked_views(features, features if self.like is None else self.like)
 
     def finish(self, launched: _Launched) -> Iterator[Encoded]:

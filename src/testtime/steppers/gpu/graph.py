@@ -24,7 +24,6 @@ from testtime.types import FeatureError, Method, Task
 
 PRIORITY = -1  # a caller waits for the answer, while the encoder only reads ahead
 STEPS = 32  # per graph, at most: launching it costs about as much as one kernel
-SIZES = (STEPS, 8, 4, 2, 1)  # of graphs: each is captured, and any number of images takes few launches
 
 
 class Body(Protocol):
@@ -97,7 +96,7 @@ class Stepper:
 
     def warm_up(self, views: int) -> None:
         self._body_for(dummy_views(self.task, views))
-        for count in SIZES:
+        for count in _sizes():
             self._cached_launch(count, False)
 
     def snapshot(self) -> Sequence[Nested]:
@@ -144,7 +143,7 @@ class Stepper:
     def _parts(self, stream: Tensor) -> list[Tensor]:
         """The stream in parts of one launch each."""
         rest, counts = len(stream), list[int]()
-        for size in SIZES:
+        for size in _sizes():
             counts += [size] * (rest // size)
             rest %= size
         return list(stream.split(counts)) if counts else []
@@ -193,6 +192,11 @@ class Stepper:
             return steps
         finally:
             self.restore(before)
+
+
+def _sizes() -> list[int]:
+    """How many steps graphs have: few sizes, since each is captured, but any number of images takes few launches."""
+    return [STEPS, *(size for size in (8, 4, 2, 1) if size < STEPS)]
 
 
 class MethodSteps:
