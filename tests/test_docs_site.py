@@ -77,7 +77,8 @@ def test_pages_fetch_nothing_from_another_host(site: Path) -> None:
     assert len(files) > 12
     for path in files:
         found = fetched(path.read_text())
-        assert path.suffix == ".css" or found, f"{path.name} fetches nothing at all, which is impossible"
+        whole = path.suffix == ".css" or path.parent.name == "board"  # the board's page holds all that it shows
+        assert whole or found, f"{path.name} fetches nothing at all, which is impossible"
         assert not outside(found), f"{path.name} fetches {outside(found)}"
 
 

@@ -31,7 +31,7 @@ def _gpus() -> list[str]:
 
 @app.command(epilog="Example:  testtime plan --images 1e9 --model ViT-L-14 --views 64 --gpus 64 --gpu h200")
 def plan(
-    images: Annotated[str, typer.Option("--images", metavar="N", help="How many images: 50000, or 1e9.")],
+    images: Annotated[str, typer.Option("--images", metavar="COUNT", help="How many images: 50000, or 1e9.")],
     model: Annotated[
         str,
         typer.Option(
