@@ -410,7 +410,7 @@ def test_a_pipe_is_refused_and_not_waited_for(pipe: Path, name: str) -> None:
 
 def test_pipes_beside_images_are_not_waited_for(pipe: Path) -> None:
     with fuzz_data.bounded():
-        for read in (read_classes_file, read_descriptions, lambda path: shards.read_shards([path], "x")):
+        for read in (read_classes_file, read_descriptions, lambda path: shards.read_shards([path], "x", path.parent)):
             with pytest.raises(InputError):
                 read(pipe / "t.tar")
         with pytest.raises(InputError):
