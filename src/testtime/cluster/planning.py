@@ -177,9 +177,11 @@ def estimate(job: Job, cluster: Cluster, figures: Figures) -> Estimate:
     resources, workers, shared = busy(found), cluster.workers, ("storage", "writ")
     tasks = math.ceil(job.images / job.task_images)
     # the stages of a worker for one task: those of the resources that are divided among the workers
-    task = workers * job.task_images * max(resources[name] for name in resources if not name.startswith(shared))
+    pace = workers * max(resources[name] for name in resources if not name.startswith(shared))
+    task = job.task_images * pace
     writing = job.shard_images * max(job.feature_bytes / figures.write, found[-1].seconds)
-    running = max(job.images * max(resources.values()), math.ceil(tasks / workers) * task)
+    most = min(math.ceil(tasks / workers) * job.task_images, job.images)  # images of the worker that has the most
+    running = max(job.images * max(resources.values()), most * pace)
     quiet = figures.startup + running + writing
     lost_by_worker = task / 2 + figures.startup  # half a task, on average
     lost_by_node = workers / cluster.nodes * (lost_by_worker + cluster.repair)
