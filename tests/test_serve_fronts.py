@@ -97,6 +97,16 @@ def test_answers_and_state_equal_those_of_an_offline_session(server: Running, cl
     assert client.images("pets", limit=1)[0]["thumbnail"] and client.thumbnail("pets", 3)[:2] == b"\xff\xd8"
 
 
+def test_a_new_stream_of_an_old_name_keeps_no_thumbnails_unless_it_says_so(server: Running, client: Client) -> None:
+    client.create("renewed", list(CLASSES), thumbnails=True)
+    client.classify("renewed", photograph(1))  # the process that decodes for this connection has seen the old stream
+    assert client.images("renewed")[0]["thumbnail"]
+    client.delete("renewed")
+    client.create("renewed", list(CLASSES))
+    client.classify("renewed", photograph(1))
+    assert not client.images("renewed")[0]["thumbnail"]
+
+
 def test_calls_of_all_kinds_pass_through(client: Client) -> None:
     client.create("calls", list(CLASSES))
     for number in range(5):

@@ -269,7 +269,9 @@ class Pipeline:
         """The answers to images that are encoded; those that have no features get an error."""
         began, results = time.perf_counter(), [image.encoded.result() for image in ready]
         works = [
-            _work(image, each.features) for image, each in zip(ready, results, strict=True) if each.features is not None
+            _work(stream, image, each.features)
+            for image, each in zip(ready, results, strict=True)
+            if each.features is not None
         ]
         done = iter(self._advance(stream, works))
         answers = [
@@ -319,6 +321,8 @@ class Pipeline:
             self.read_only = ""
 
 
-def _work(image: Pending, views: Tensor) -> Work:
+def _work(stream: Stream, image: Pending, views: Tensor) -> Work:
     picture, key = image.picture, image.picture.key if image.learn else None
-    return Work(views, image.index, image.learn, picture.name, picture.sha256, key, picture.thumbnail, image.top)
+    # whoever decoded it may remember an older stream of this name, which kept thumbnails
+    thumbnail = picture.thumbnail if stream.spec.thumbnails else None
+    return Work(views, image.index, image.learn, picture.name, picture.sha256, key, thumbnail, image.top)
