@@ -16,6 +16,7 @@ changes no answer. Where the frozen classifier is far too sure, so are these.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -43,13 +44,10 @@ class Calibration:
 
         `log_probabilities` (N, C) are the method's, all finite; `frozen` (N,) is the frozen classifier's confidence.
         """
-        with torch.inference_mode():
-            powers = ((log_probabilities - log_probabilities.amax(-1, keepdim=True)) / TEMPERATURES[0]).exp()
-            columns = [frozen.reciprocal()]
-            for _ in TEMPERATURES:
-                columns.append(powers.sum(-1))
-                powers = powers * powers  # half the temperature
-            rows = torch.stack(columns, -1).cpu().double().reciprocal().tolist()
+        return torch.tensor(self.follow(levels(log_probabilities, frozen[:, None]).tolist()), dtype=torch.float64)
+
+    def follow(self, rows: Sequence[Sequence[float]]) -> list[float]:
+        """The same for answers whose `levels` are known."""
         sums, found = self.sums.tolist(), []
         for row in rows:  # plain numbers: a row is too short for tensors to be faster
             sums = [MEMORY * total + value for total, value in zip(sums, row, strict=True)]
@@ -58,4 +56,14 @@ class Calibration:
             share = min(max((sums[0] - low) / max(high - low, 1e-12), 0.0), 1.0)
             found.append((1 - share) * row[above - 1] + share * row[above])
         self.sums = torch.tensor(sums, dtype=torch.float64)
-        return torch.tensor(found, dtype=torch.float64)
+        return found
+
+
+def levels(log_probabilities: Tensor, frozen: Tensor) -> Tensor:
+    """Confidences (N, 7) in float64: the frozen classifier's (N, 1), then the method's at each temperature."""
+    powers = ((log_probabilities - log_probabilities.amax(-1, keepdim=True)) / TEMPERATURES[0]).exp()
+    columns = [frozen.reciprocal()]
+    for _ in TEMPERATURES:
+        columns.append(powers.sum(-1, keepdim=True))
+        powers = powers * powers  # half the temperature
+    return torch.cat(columns, -1).double().reciprocal()

@@ -193,55 +193,45 @@ class Prediction:
         cls,
         task: Task,
         method: Method,
-        rows: Tensor,
+        numbers: Tensor,
+        shares: Tensor,
         first: int,
         calibration: Calibration,
         decisions: Sequence[Decision | None],
     ) -> list[Prediction]:
-        """The answers in rows (N, A + C + 1) on the CPU: a method's logits, the frozen ones, whether it learned.
+        """The answers whose `Summaries` are given: numbers (N, 14), and logits beside probabilities (N, 2, A).
 
-        Non-finite values are refused; `first` is the position in the input of the first image. `calibration` is that of
-        the stream, and moves on by these images. The logits of a guard, whose `decisions` come with them, are logits
-        for every method.
+        Those that are not finite are refused; `first` is the position in the input of the first image. `calibration` is
+        that of the stream, and moves on by these images.
         """
-        check_finite(method, rows, first)
-        answers, frozen, learned = rows.split([rows.shape[1] - 1 - task.classes, task.classes, 1], 1)
-        answers = answers.clone()  # out of inference mode: ordinary tensors
-        probabilities = answers.softmax(-1) if decisions[0] else method.probabilities(answers)
-        check_finite(method, probabilities, first)  # they may overflow where logits do not
-        best, log_p = answers.argmax(-1), log_of(probabilities)
-        zero_best, zero_shot = frozen.argmax(-1), frozen.softmax(-1)
-        zero_confidence = zero_shot.gather(-1, zero_best[:, None])[:, 0]
-        columns = (
-            best,
-            zero_best,
-            probabilities.gather(-1, best[:, None])[:, 0],
-            zero_confidence,
-            calibration.update(log_p, zero_confidence),
-            -(probabilities * log_p).sum(-1).clamp_max(0),
-            learned[:, 0],
-        )
-        numbers = zip(*(column.tolist() for column in columns), strict=True)
-        return [
-            cls(
-                label=_label(task, index, decisions[row]),
-                confidence=confidence,
-                calibrated=calibrated,
-                entropy=entropy or 0.0,
-                zero_shot=task.classnames[zero_index],
-                zero_shot_confidence=frozen_confidence,
-                learned=bool(learns),
-                index=index,
-                zero_shot_index=zero_index,
-                logits=answers[row],
-                probabilities=probabilities[row],
-                classnames=task.classnames,
-                decision=decisions[row],
+        rows = numbers.tolist()
+        for index, (finite, *_) in enumerate(rows, first):
+            if not finite:
+                raise not_finite(method, index)
+        calibrated = calibration.follow([row[7:] for row in rows])
+        parts = zip(rows, calibrated, *(each.unbind() for each in shares.unbind(1)), decisions, strict=True)
+        found = []
+        for row, soft, logits, probabilities, decision in parts:
+            _, learned, best, frozen, confidence, frozen_confidence, entropy = row[:7]
+            index, zero_shot_index = int(best), int(frozen)
+            found.append(
+                cls(
+                    label=_label(task, index, decision),
+                    confidence=confidence,
+                    calibrated=soft,
+                    entropy=entropy or 0.0,
+                    zero_shot=task.classnames[zero_shot_index],
+                    zero_shot_confidence=frozen_confidence,
+                    learned=bool(learned),
+                    index=index,
+                    zero_shot_index=zero_shot_index,
+                    logits=logits,
+                    probabilities=probabilities,
+                    classnames=task.classnames,
+                    decision=decision,
+                )
             )
-            for row, (index, zero_index, confidence, frozen_confidence, calibrated, entropy, learns) in enumerate(
-                numbers
-            )
-        ]
+        return found
 
 
 def _label(task: Task, index: int, decision: Decision | None) -> str:
@@ -256,11 +246,15 @@ def log_of(probabilities: Tensor) -> Tensor:
 def check_finite(method: Method, rows: Tensor, first: int) -> None:
     """Refuse answers (N, ...) that hold NaN or infinity; `first` is the position in the input of the first image."""
     if not (finite := torch.isfinite(rows)).all():
-        image = first + int((~finite).any(1).nonzero()[0])
-        raise InputError(
-            f"Method '{method.name}' gives NaN or infinity for image {image}. Use settings and a logit scale of "
-            "moderate size, and start again or resume from an earlier saved state."
-        )
+        raise not_finite(method, first + int((~finite).any(1).nonzero()[0]))
+
+
+def not_finite(method: Method, image: int) -> InputError:
+    """What to say of an answer that is not finite."""
+    return InputError(
+        f"Method '{method.name}' gives NaN or infinity for image {image}. Use settings and a logit scale of "
+        "moderate size, and start again or resume from an earlier saved state."
+    )
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from testtime.serve.types import Limits
 GRACE = 30  # seconds for requests to finish once the server stops
 CONNECTIONS = 1000  # beyond these, requests get 503
 LEAVING = 1.0  # seconds until a port is taken for good
-SWITCH = 0.0001  # seconds a thread may keep the others from Python: an answer passes through several threads
+SWITCH = 0.0005  # seconds a thread may keep the others from Python: an answer passes through several threads
 
 
 class Stoppable(uvicorn.Server):

@@ -27,6 +27,7 @@ from testtime.methods.base import need_single
 from testtime.ops import unit_views
 from testtime.session import saved_state
 from testtime.session.initial_state import initial_state
+from testtime.session.summaries import Summaries
 from testtime.steppers import Stepper, aligned, aligned_task, open_stepper
 from testtime.types import (
     Decision,
@@ -131,6 +132,7 @@ class Session:
         self._unusable = ""  # why the state must not be used
         self._stepper: Stepper | None = None  # opened at the next image
         self._guard_memory: Memory | None = None
+        self._summaries = Summaries(self.task, self.method, self.guard is not None)
         self.reset()
 
     def __repr__(self) -> str:
@@ -240,7 +242,8 @@ class Session:
     def __getstate__(self) -> dict[str, object]:
         with self._lock:
             own = {"_state": self.state, "_guard_memory": self.guard_memory, "_stepper": None, "_lock": None}
-            return {**vars(self), **own, "calibration": self.calibration.copy(), "observers": []}
+            copies = {"calibration": self.calibration.copy(), "_summaries": self._summaries.copy()}
+            return {**vars(self), **own, **copies, "observers": []}
 
     def __setstate__(self, members: dict[str, object]) -> None:
         vars(self).update(members, _lock=threading.RLock())  # a copy has its own lock
@@ -282,6 +285,7 @@ class Session:
         start = time.perf_counter()
         with self._lock, torch.inference_mode():
             self._steps().warm_up(views or self.plan.total)
+            self._summaries.warm_up()
         return time.perf_counter() - start
 
     def scan(self, stream: Tensor) -> Tensor:
@@ -414,20 +418,11 @@ class Session:
         self, logits: Tensor, features: Tensor, learned: Tensor, calibration: Calibration
     ) -> list[Prediction]:
         """The answers to images from this position in the input on, from the method's logits (N, A)."""
-        decisions = self.decisions if self.guard else [None] * len(logits)
-        # on a CPU one by one: a sum over one row and over one of several might round differently
-        size, found = 1 if logits.is_cpu else len(logits), list[Prediction]()
         with torch.inference_mode():
-            frozen = torch.cat(
-                [self.task.zero_shot(part.squeeze(0)).view(len(part), -1) for part in features.split(size)]
-            )
-            rows = torch.cat([logits, frozen, learned.to(logits)[:, None]], 1).cpu()  # one read from a GPU
-        for part in rows.split(size):
-            first, end = len(found), len(found) + len(part)
-            found += Prediction.of(
-                self.task, self.method, part, self.position + first, calibration, decisions[first:end]
-            )
-        return found
+            numbers, shares = self._summaries(logits, features, learned)
+        decisions = self.decisions if self.guard else [None] * len(logits)
+        shares = shares.clone()  # out of inference mode: ordinary tensors
+        return Prediction.of(self.task, self.method, numbers, shares, self.position, calibration, decisions)
 
     def _notify(self, entry: Encoded, prediction: Prediction | None) -> None:
         """Call every observer; errors are raised after all have been called."""
