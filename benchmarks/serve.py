@@ -144,7 +144,7 @@ def server(kind: str, encoder: str, options: argparse.Namespace, folder: Path) -
     if kind == "testtime":
         words = ["-m", "testtime", "serve", "--encoder", encoder, "--device", options.device, "--port", port,
                  "--folder", folder / "service", "--decoders", options.decoders, "--processes", options.processes,
-                 "--max-batch", options.max_batch]  # fmt: skip
+                 "--max-batch", options.max_batch, "--deadline", options.deadline]  # fmt: skip
     else:
         words = [__file__, "--bare", kind, "--encoder", encoder, "--device", options.device, "--classes",
                  options.classes, "--port", port]  # fmt: skip
@@ -356,6 +356,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--decoders", type=int, default=2)
     parser.add_argument("--processes", type=int, default=0, help="that speak HTTP for the service")
     parser.add_argument("--max-batch", type=int, default=32)
+    parser.add_argument("--deadline", type=int, default=5, help="milliseconds, as of the service")
     parser.add_argument("--no-guard", action="store_true")
     parser.add_argument("--no-alone", action="store_true", help="do not measure the encoder by itself")
     parser.add_argument("--only", default=",".join(SERVERS))

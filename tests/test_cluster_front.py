@@ -25,7 +25,7 @@ from testtime.cluster.adapter import MOVED  # noqa: E402
 from testtime.cluster.directory import has_stream, streams_in  # noqa: E402
 from testtime.images.gpu_views import as_tensor  # noqa: E402
 from testtime.serve.auth import Refusal  # noqa: E402
-from testtime.serve.remote import Remote, perform  # noqa: E402
+from testtime.serve.remote import Call, Remote, perform  # noqa: E402
 from testtime.serve.service import Service  # noqa: E402
 from testtime.serve.types import ServiceError, Settings, StreamSpec, Upload  # noqa: E402
 
@@ -45,7 +45,7 @@ class Actor:
             self.moved -= 1
             return MOVED
         self.calls.append(header["call"])
-        found = await perform(self.service, header, as_tensor(blob))
+        found = await perform(self.service, Call.of(header, as_tensor(blob)))
         if self.losing:
             self.losing -= 1
             raise RayActorError

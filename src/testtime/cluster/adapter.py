@@ -19,7 +19,7 @@ from ray import serve
 
 from testtime.cluster.encoders import About, Encoders
 from testtime.images.gpu_views import as_tensor
-from testtime.serve.remote import Header, perform
+from testtime.serve.remote import Call, Header, perform
 from testtime.serve.service import Service
 from testtime.serve.types import Settings
 
@@ -62,7 +62,7 @@ class Adapter:
         service = await self._started()
         if self._ending:
             return MOVED
-        found = MOVED if service.fenced else await perform(service, header, as_tensor(blob))
+        found = MOVED if service.fenced else await perform(service, Call.of(header, as_tensor(blob)))
         if not service.fenced:
             return found
         asyncio.get_running_loop().call_later(LEAVE, os._exit, 1)

@@ -77,6 +77,8 @@ class Compiled:
                 self._run, before, self.rows = None, self.rows, self.rows // 2
                 warn_once(f"Out of memory at {before} views at a time; continuing with {self.rows}.")
                 torch.cuda.empty_cache()  # does nothing without a GPU
+            if len(parts) == 1:
+                return parts[0]
             return torch.cat(parts) if parts else torch.zeros(0, self.encoder.dim, device=self.encoder.device)
 
     def _launch(self, grey: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from testtime.serve.remote import Bytes, Header, Remote, perform
+from testtime.serve.remote import Bytes, Call, Header, Remote, perform
 from testtime.serve.types import Events, ServiceError, Settings
 
 if TYPE_CHECKING:
@@ -86,8 +86,8 @@ class Link:
     def _receive(self) -> None:
         with contextlib.suppress(EOFError, OSError):
             while True:
-                header, blob = receive(self._link, self._memory)
-                self._loop.call_soon_threadsafe(self._begin, header, blob)
+                call = Call.of(*receive(self._link, self._memory))  # here: the event loop has enough to do
+                self._loop.call_soon_threadsafe(self._begin, call)
         with contextlib.suppress(RuntimeError):  # the event loop may have ended before
             self._loop.call_soon_threadsafe(self._end)
 
@@ -97,20 +97,21 @@ class Link:
         self._link.close()
         self.ended.set()
 
-    def _begin(self, header: Header, blob: Tensor) -> None:
+    def _begin(self, call: Call) -> None:
+        header = call.header
         if header["call"] == "unsubscribe":
             if (feed := self._subscriptions.pop(header["id"], None)) is not None:
                 feed.cancel()
         elif header["call"] == "subscribe":
             self._subscriptions[header["id"]] = self._loop.create_task(self._feed(header["id"], header["name"]))
         else:
-            task = self._loop.create_task(self._perform(header, blob))
+            task = self._loop.create_task(self._perform(call))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _perform(self, header: Header, blob: Tensor) -> None:
-        found, data = await perform(self._service, header, blob)
-        await self._reply({"id": header["id"], **found}, data)
+    async def _perform(self, call: Call) -> None:
+        found, data = await perform(self._service, call)
+        await self._reply({"id": call.header["id"], **found}, data)
 
     async def _reply(self, header: Header, data: bytes = b"") -> None:
         if len(data) < LARGE and not self._sending.locked():

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from testtime.errors import InputError
 from testtime.serve.auth import Refusal
@@ -150,10 +150,23 @@ def unpacked(header: Header, blob: Tensor) -> list[Picture]:
     return pictures
 
 
-async def perform(service: Service, header: Header, blob: Tensor) -> tuple[Header, bytes]:
-    """Answer a call, where the service is; errors are told like results. `blob` is the bytes of the call, uint8."""
+class Call(NamedTuple):
+    """A call that has arrived where the service is."""
+
+    header: Header
+    blob: Tensor  # its bytes, uint8
+    pictures: list[Picture]  # in these
+
+    @classmethod
+    def of(cls, header: Header, blob: Tensor) -> Call:
+        """A call of a header and bytes."""
+        return cls(header, blob, unpacked(header, blob) if "pictures" in header else [])
+
+
+async def perform(service: Service, call: Call) -> tuple[Header, bytes]:
+    """Answer a call, where the service is; errors are told like results."""
     try:
-        result = await _performed(service, header, blob)
+        result = await _performed(service, call)
     except Refusal as error:
         return {"refused": [error.status, error.reason, str(error), error.retry_after]}, b""
     except ServiceError as error:
@@ -161,14 +174,14 @@ async def perform(service: Service, header: Header, blob: Tensor) -> tuple[Heade
     except InputError as error:
         return {"wrong": str(error)}, b""
     except Exception:
-        log.exception("the call '%s' failed", header.get("call"))
+        log.exception("the call '%s' failed", call.header.get("call"))
         return {"broken": True}, b""
     return ({"bytes": True}, result) if isinstance(result, bytes) else ({"result": result}, b"")
 
 
-async def _performed(service: Service, header: Header, blob: Tensor) -> Any:
+async def _performed(service: Service, call: Call) -> Any:
+    header, blob, pictures = call
     if header["call"] == "answer":
-        pictures = unpacked(header, blob)
         return await service.enter(header["name"], pictures, learn=header["learn"], top=header["top"])
     if header["call"] == "tell":
         for name, *values in header["notes"]:

@@ -74,7 +74,7 @@ class Stepper:
         self._body_for(stream[0])
         with self._high_priority():
             parts = [(self._launch(part).clone(), self._learned[: len(part)].clone()) for part in self._parts(stream)]
-            logits, learned = map(torch.cat, zip(*parts, strict=True))
+            logits, learned = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
         return logits.transpose(0, 1), learned.T
 
     def scan(self, stream: Tensor) -> Tensor:
@@ -195,8 +195,8 @@ class Stepper:
 
 
 def _sizes() -> list[int]:
-    """How many steps graphs have: few sizes, since each is captured, but any number of images takes few launches."""
-    return [STEPS, *(size for size in (8, 4, 2, 1) if size < STEPS)]
+    """How many steps graphs have: few sizes, since each is captured, but up to 16 images take at most two launches."""
+    return [STEPS, *(size for size in (16, 12, 8, 6, 4, 3, 2, 1) if size < STEPS)]
 
 
 class MethodSteps:
