@@ -50,7 +50,7 @@ class Frozen(NamedTuple):
     entropies: list[float]  # in nats
     agreements: list[float]  # share of the views with the image's label
     nearest: list[float]  # the largest cosine to a recent image
-    among: Tensor | None  # (N, N) cosines within the chunk, on the CPU; None for a single image
+    copies: list[list[float]]  # (N, N) 1 where two images of the chunk are the same; empty for a single image
 
 
 class Admission(NamedTuple):
@@ -179,10 +179,13 @@ class Guarded:
             views = aligned(stream[:, :VIEWS])
             agreement = (self.task.zero_shot(views).argmax(-1) == label[:, None]).to(top).mean(1)
         nearest = (self._memory.recent @ features.T).amax(0)
-        columns = torch.stack([top, log_p.amax(1).exp(), entropy, agreement, nearest, label.to(top)]).cpu().tolist()
-        among = (features @ features.T).cpu() if len(features) > 1 else None
-        tops, confidences, entropies, agreements, near, labels = columns
-        return Frozen(features, logits, [int(k) for k in labels], tops, confidences, entropies, agreements, near, among)
+        columns = torch.stack([top, log_p.amax(1).exp(), entropy, agreement, nearest, label.to(top)])
+        if len(features) > 1:
+            columns = torch.cat([columns, (features @ features.T > self.guard.duplicate).to(top)])
+        # one read from a GPU
+        tops, confidences, entropies, agreements, near, labels, *copies = columns.cpu().tolist()
+        found = tops, confidences, entropies, agreements, near, copies
+        return Frozen(features, logits, [int(label) for label in labels], *found)
 
     def _admit(self, frozen: Frozen) -> Admission:
         """The gate: one image after another, by the frozen classifier alone."""
@@ -218,10 +221,8 @@ class Guarded:
 
     def _copied_within(self, frozen: Frozen, image: int, refused: Sequence[str]) -> bool:
         """Whether an earlier image of the chunk, itself no copy, is the same."""
-        if frozen.among is None or not image:
-            return False
-        close = (frozen.among[image, :image] > self.guard.duplicate).nonzero()[:, 0].tolist()
-        return any(refused[other] != COPY for other in close)
+        row = frozen.copies[image] if frozen.copies else ()
+        return any(same and reason != COPY for same, reason in zip(row, refused, strict=False))  # of those before it
 
     def _slot(self, label: int, entropy: float) -> tuple[int, int] | None:
         """The referee's slot for a feature: a free one, or that of the highest entropy if it is higher."""
@@ -315,10 +316,10 @@ class Guarded:
             memory.keys[list(labels), list(slots)] = frozen.features[list(last.values())]
             for label, slot in last:
                 self._filled[label][slot] = True
-        new = [image for image, reason in enumerate(gate.refused) if reason != COPY][-len(memory.recent) :]
-        cursor = int(memory.cursor)
-        memory.recent[[(cursor + place) % len(memory.recent) for place in range(len(new))]] = frozen.features[new]
-        memory.cursor.fill_((cursor + len(new)) % len(memory.recent))
+        if new := [image for image, reason in enumerate(gate.refused) if reason != COPY][-len(memory.recent) :]:
+            cursor = int(memory.cursor)
+            memory.recent[[(cursor + place) % len(memory.recent) for place in range(len(new))]] = frozen.features[new]
+            memory.cursor.fill_((cursor + len(new)) % len(memory.recent))
         for decision in self.decisions:
             if decision.disputed:
                 entry = torch.tensor([decision.index + 1, decision.adapted, decision.frozen])
