@@ -356,7 +356,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--decoders", type=int, default=2)
     parser.add_argument("--processes", type=int, default=0, help="that speak HTTP for the service")
     parser.add_argument("--max-batch", type=int, default=32)
-    parser.add_argument("--deadline", type=int, default=5, help="milliseconds, as of the service")
+    parser.add_argument("--deadline", type=int, default=14, help="milliseconds, as of the service")
     parser.add_argument("--no-guard", action="store_true")
     parser.add_argument("--no-alone", action="store_true", help="do not measure the encoder by itself")
     parser.add_argument("--only", default=",".join(SERVERS))

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from torch import Tensor
 from testtime.encoding import live as lives
 from testtime.encoding import stream as streams
 from testtime.encoding.compiled import Compiled
-from testtime.encoding.live import LiveEncoder
+from testtime.encoding.live import QUIET, LiveEncoder
 from testtime.encoding.stream import ROWS, Encoded, stream
 from testtime.images.reading import read_image
 from testtime.types import FeatureError, ImageError, InputError, ViewPlan
@@ -250,6 +251,16 @@ def test_batch_is_launched_at_its_deadline_and_split_into_launches(
     got([encoder.submit(pixels(0), ViewPlan(1), number) for number in range(35)])
     assert launched == 3 * [(16, 3, 32, 32)] and [images for images, _ in batches] == [16, 16, 3]
     assert all(0 < seconds < LONG for _, seconds in batches)
+
+
+def test_batch_waits_while_images_keep_coming_and_no_longer(
+    live: Any, on_device: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lane = live(deadline=10.0)._lane(ViewPlan(1))
+    at = lambda *seconds: [SimpleNamespace(at=100.0 + each) for each in seconds]  # noqa: E731
+    assert lane._due(at(0)) == lane._due(at(0, 0)) == 100 + 10 * QUIET  # one alone waits a part of the deadline
+    assert lane._due(at(0, 2)) == 102 + 10 * QUIET
+    assert lane._due(at(0, 5, 9)) == 110
 
 
 def test_launches_hold_images_of_one_kind(live: Any, on_device: None) -> None:

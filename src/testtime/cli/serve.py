@@ -49,7 +49,9 @@ def serve(
         str, typer.Option("--log-format", metavar="NAME", help="Form of log lines: text or json.")
     ] = "text",
     max_batch: Annotated[int, typer.Option("--max-batch", help="Most images that are encoded together.")] = 32,
-    deadline: Annotated[int, typer.Option("--deadline", help="Milliseconds an image waits for others, on a GPU.")] = 5,
+    deadline: Annotated[
+        int, typer.Option("--deadline", help="Milliseconds an image waits at most for others, on a GPU.")
+    ] = 14,
     processes: Annotated[
         int | None,
         typer.Option(

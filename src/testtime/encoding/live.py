@@ -26,6 +26,7 @@ from testtime.encoding.stream import Encoded, Source
 from testtime.types import DeviceEncoder, Encoder, InputError, ViewPlan
 
 IN_FLIGHT = 2  # launches on a GPU at once; the second waits until it is full, or the first is done
+QUIET = 0.3  # share of the deadline without a new image after which a launch waits for no more
 
 OnBatch = Callable[[int, float], object]
 
@@ -58,7 +59,8 @@ class _Done:
 class LiveEncoder:
     """Encodes images as they arrive, from any number of callers, in shared batches.
 
-    On a GPU a batch is up to `max_batch` images, or those that arrive within `deadline` seconds after its first one.
+    On a GPU a batch is up to `max_batch` images, or those that arrive within `deadline` seconds after its first one; it
+    is complete sooner if none arrives for a while (`QUIET`).
     `on_batch` is called with the number of images of each launch and the seconds that it took, before its results are
     there; on a CPU a launch is one image.
 
@@ -72,7 +74,7 @@ class LiveEncoder:
     """
 
     def __init__(
-        self, encoder: Encoder, *, max_batch: int = 32, deadline: float = 0.002, on_batch: OnBatch | None = None
+        self, encoder: Encoder, *, max_batch: int = 32, deadline: float = 0.014, on_batch: OnBatch | None = None
     ) -> None:
         if max_batch < 1 or not 0 <= deadline < threading.TIMEOUT_MAX:
             raise InputError(f"max_batch={max_batch}, deadline={deadline}: must be 1 or more, and 0 seconds or more.")
@@ -229,7 +231,7 @@ class _OnDevice:
     def _dispatch(self) -> None:
         waiting, running, open_ = list[_Ready](), 0, True
         while open_ or waiting or running:
-            due = waiting[0].at + self._deadline if waiting and not running else None
+            due = self._due(waiting) if waiting and not running else None
             try:
                 entry = self._ready.get(timeout=None if due is None else max(0, due - perf_counter()))
             except Empty:
@@ -247,12 +249,16 @@ class _OnDevice:
                 waiting = [entry for entry in waiting if entry not in group]
                 running += self._launch(group[0].device, group)
 
+    def _due(self, waiting: Sequence[_Ready]) -> float:
+        """When images have waited long enough for others."""
+        return min(waiting[0].at + self._deadline, waiting[-1].at + QUIET * self._deadline)
+
     def _group(self, waiting: Sequence[_Ready], running: int) -> list[_Ready]:
         """The images to launch now, if any: a launch that is full, or that has waited long enough for others."""
         device = waiting[0].device
         most = min(self._max_batch, device.together)
         group = [entry for entry in waiting if entry.device is device][:most]
-        overdue = not running and perf_counter() >= waiting[0].at + self._deadline
+        overdue = not running and perf_counter() >= self._due(waiting)
         return group if len(group) == most or overdue else []
 
     def _launch(self, device: stream._Device, group: Sequence[_Ready]) -> bool:

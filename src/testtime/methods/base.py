@@ -147,6 +147,22 @@ def batch_of(method: object) -> int:
     return int(getattr(method, "reads_ahead", 1))
 
 
+def advance(method: Any, task: Task, state: Any, views: Tensor) -> tuple[Tensor, Any, Tensor | bool]:
+    """Logits and the next state of a `step`, and whether it learned; `state` may be overwritten (`overwrites`).
+
+    A method with a large state has a function `advance` of its own, which returns the same and copies less.
+    """
+    if overwrites(method):
+        return method.advance(task, state, views)
+    logits, after = method.step(task, state, views)
+    return logits, after, method.learned(state, after)
+
+
+def overwrites(method: Any) -> bool:
+    """Whether `advance` overwrites the state that it is given."""
+    return hasattr(method, "advance")
+
+
 def leaves(state: Nested) -> list[Tensor]:
     """The tensors of a state in order, with nested NamedTuples flattened."""
     if isinstance(state, Tensor):

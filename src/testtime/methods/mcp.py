@@ -100,12 +100,17 @@ class MCP(Residuals):
         parts, state = self.parts(task, state, views)
         return self.fused(parts), state
 
+    def advance(self, task: Task, state: State, views: Tensor) -> tuple[Tensor, State, Tensor]:
+        """As `step`, and whether a cache accepted the image; the state is overwritten."""
+        before = copied(tuple(cache.cost for cache in state[:3]))
+        parts, state = self.parts(task, state, views, in_place=True)
+        return self.fused(parts), state, differ(before, tuple(cache.cost for cache in state[:3]))
+
     def scan(self, task: Task, state: State, stream: Tensor) -> tuple[Tensor, State]:
         """As `step`, image by image, in a copy of the state that is overwritten: the caches are large."""
         state, scores = copied(state), stream.new_empty(len(stream), task.classes)
         for row, views in enumerate(stream):
-            parts, state = self.parts(task, state, views, in_place=True)
-            scores[row] = self.fused(parts)
+            scores[row], state, _ = self.advance(task, state, views)
         return scores, state
 
     def fused(self, parts: Tensor) -> Tensor:
@@ -153,7 +158,7 @@ class MCP(Residuals):
         # 5. the prototypes' probabilities; with residuals, the text votes again
         seen = (held > 0).to(prompt)
         if self.residual:
-            repelling = banks.prototypes(negative)[:, : task.dim]
+            repelling = negative.keys[..., : task.dim].sum(1)
             text, logits = self.learn(task, feature, frozen, prototypes, seen, lowered, repelling)
             vote = ops.vote(task.scale * (views @ text.T), self.selection)
         else:

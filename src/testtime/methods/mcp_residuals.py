@@ -66,7 +66,7 @@ class Residuals(Base):
         )
         start = at_text = ops.prototypes(task.text)
         at_visual, repelling, mask = ops.prototypes(visual), ops.unit(repelling), seen[:, None]
-        d_text, d_visual = torch.zeros_like(visual), torch.zeros_like(visual)
+        d_text = d_visual = torch.zeros_like(visual)
         m_text = m_visual = None
         logits = frozen
         for number in range(1, self.steps + 1):
@@ -74,38 +74,44 @@ class Residuals(Base):
             logits = logits + boost - lowered  # of all steps so far: as released, they add up
             log_p = logits.log_softmax(0)
             slope = -log_p.exp() * (log_p + ops.entropy(logits))  # of the entropy, by the logits
-            pulls = coordinate_alignment(at_text.direction * mask, at_visual.direction * mask, self.align_temperature)
-            by_text, by_visual = (self.align_weight * pull for pull in pulls)
+            # both have zero rows for classes that are not seen, and so have their gradients
+            by_text, by_visual = coordinate_alignment(
+                at_text.direction * mask, at_visual.direction, self.align_temperature, self.align_weight
+            )
             nearness = (at_visual.direction * repelling).sum(1)
-            push = self.contrast_weight / seen.sum().clamp_min(1) / (1 - nearness + OFFSET)
-            by_visual += torch.outer(self.beta * boost * slope, feature) + push[:, None] * repelling
+            push = seen * self.contrast_weight / seen.sum().clamp_min(1) / (1 - nearness + OFFSET)
+            by_visual.addr_(self.beta * boost * slope, feature).addcmul_(push[:, None], repelling)
+            by_visual = across(by_visual, at_visual)
             # the text's logits keep the gradient of the prompts, from which they were computed
-            by_text = across(by_text * mask, at_text) + across(torch.outer(task.scale * slope, feature), start)
-            by_visual = across(by_visual, at_visual) * mask
+            if at_text is start:
+                by_text = across(by_text.addr_(task.scale * slope, feature), start)
+            else:
+                by_text = across(by_text, at_text) + across(torch.outer(task.scale * slope, feature), start)
             if self.steps == 1:
-                d_text, d_visual = for_text.first(d_text, by_text), for_visual.first(d_visual, by_visual)
+                moved = for_text.first(task.text, by_text), for_visual.first(visual, by_visual)
             else:
                 d_text, m_text = for_text.step(d_text, by_text, m_text, number)
                 d_visual, m_visual = for_visual.step(d_visual, by_visual, m_visual, number)
-            at_text, at_visual = ops.prototypes(task.text + d_text), ops.prototypes(visual + d_visual)
+                moved = task.text + d_text, visual + d_visual
+            at_text, at_visual = map(ops.prototypes, moved)
         boost = seen * ops.affinity(at_visual.direction @ feature, self.alpha, self.beta)
         return at_text.direction, logits + boost - lowered
 
 
-def across(slope: Tensor, at: ops.Prototypes) -> Tensor:
+def across(slope: Tensor, at: ops.Prototypes, dim: int = 1) -> Tensor:
     """The gradient by prototypes of a function with this slope (C, D) by their directions."""
-    return (slope - at.direction * (slope * at.direction).sum(1, keepdim=True)) / at.length
+    along = (slope * at.direction).sum(dim, keepdim=True)
+    return torch.addcmul(slope, at.direction, along, value=-1).div_(at.length)
 
 
-def coordinate_alignment(text: Tensor, visual: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Gradients (C, D) of InfoNCE by unit text and visual prototypes (C, D), zero for classes left out.
+def coordinate_alignment(text: Tensor, visual: Tensor, temperature: float, weight: float) -> tuple[Tensor, Tensor]:
+    """Gradients (C, D), times `weight`, of InfoNCE by unit text and visual prototypes (C, D).
 
-    As released, the matrices are passed as (D, C): each coordinate of the visual prototypes, normalised over the
-    classes, is to match the same coordinate of the text's.
+    As released, coordinates are compared: each of the visual prototypes, normalised over the classes, is to match the
+    same one of the text's. Rows of zeros in both have no gradient.
     """
-    query, key = ops.prototypes(visual.T.contiguous()), ops.prototypes(text.T.contiguous())  # (D, C)
-    pull = (query.direction @ key.direction.T / temperature).softmax(1)  # (D, D)
+    query, key = ops.prototypes(visual, 0), ops.prototypes(text, 0)
+    pull = (query.direction.T @ key.direction / temperature).softmax(1)  # (D, D)
     pull.diagonal().sub_(1)
-    pull /= temperature * len(pull)
-    by_query, by_key = pull @ key.direction, pull.T @ query.direction
-    return across(by_key, key).T.contiguous(), across(by_query, query).T.contiguous()
+    pull *= weight / (temperature * len(pull))
+    return across(query.direction @ pull, key, 0), across(key.direction @ pull.T, query, 0)

@@ -99,10 +99,16 @@ class OGA(Base):
         state = self._fit(task, state, self._remember(task, state, views[0]))
         return self._posterior(task, state, views[0]), state
 
+    def advance(self, task: Task, state: State, views: Tensor) -> tuple[Tensor, State, Tensor]:
+        """As `step`, and whether the memory accepted the image, which is overwritten: it is large."""
+        before = state.entropy.clone()
+        after = self._fit(task, state, self._remember(task, state, views[0], in_place=True))
+        return self._posterior(task, after, views[0]), after, differ(before, after.entropy)
+
     def scan(self, task: Task, state: State, stream: Tensor) -> tuple[Tensor, State]:
         """As `step`, in batches: all images of one are learned from before the first of them is answered.
 
-        In a copy of the state, whose memory is overwritten: it is large.
+        In a copy of the state, whose memory is overwritten.
         """
         state, scores = copied(state), stream.new_empty(len(stream), task.classes)
         for start in range(0, len(stream), self.batch):

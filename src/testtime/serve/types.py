@@ -39,7 +39,7 @@ class Settings:
 
     limits: Limits = field(default_factory=Limits)
     max_batch: int = 32  # most images encoded together
-    deadline: float = 0.005  # seconds that an image waits for others to be encoded with
+    deadline: float = 0.014  # seconds that an image waits at most for others to be encoded with
     decoders: int = 2  # processes that decode images
     decode_seconds: float = 10.0
     decode_memory: int = 2**30  # bytes of address space of such a process

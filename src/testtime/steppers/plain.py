@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from testtime.methods.base import Nested, batch_of
+from testtime.methods.base import Nested, advance, batch_of, copied, overwrites
 from testtime.steppers import aligned, aligned_state, dummy_views, one_by_one, rows_aligned
 from testtime.types import InputError, Method, Task
 
@@ -23,10 +23,8 @@ class Plain:
 
     def step(self, views: Tensor) -> tuple[Tensor, Tensor]:
         self._check_single()
-        logits, state = self.method.step(self.task, self._state, aligned(views))
-        learned = torch.as_tensor(self.method.learned(self._state, state)).reshape(1)
-        self._state = state
-        return logits[None], learned
+        logits, self._state, learned = advance(self.method, self.task, self._state, aligned(views))
+        return logits[None], torch.as_tensor(learned).reshape(1)
 
     def steps(self, stream: Tensor) -> tuple[Tensor, Tensor]:
         return one_by_one(self.step, stream)
@@ -55,10 +53,11 @@ class Plain:
         self.method.step(self.task, self._state, dummy_views(self.task, views))
 
     def snapshot(self) -> list[Nested]:
-        return [self._state]  # steps are pure and never modify it
+        return [copied(self._state) if overwrites(self.method) else self._state]  # other steps never modify it
 
     def restore(self, states: Sequence[Nested]) -> None:
-        (self._state,) = map(aligned_state, states)
+        (state,) = states
+        self._state = copied(state) if overwrites(self.method) else aligned_state(state)
         self._images = 0
 
     def _check_single(self) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from testtime.machine.capture import capture, reason, warn_once
-from testtime.methods.base import Nested, copied, leaves
+from testtime.methods.base import Nested, advance, copied, leaves
 from testtime.steppers import dummy_views
 from testtime.steppers.plain import Plain
 from testtime.types import FeatureError, Method, Task
@@ -211,9 +211,8 @@ class MethodSteps:
 
     def step(self, views: Tensor, logits: Tensor) -> None:
         for run, (method, state) in enumerate(zip(self.methods, self.states, strict=True)):
-            answer, after = method.step(self.task, state, views)
+            answer, after, learned = advance(method, self.task, state, views)
             logits[run].copy_(answer)
-            learned = method.learned(state, after)
             if isinstance(learned, Tensor) and learned.device == self.learned.device:
                 self.learned[run].copy_(learned)
             else:  # known on the host, for example if the method remembers nothing
