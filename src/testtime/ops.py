@@ -34,9 +34,9 @@ class Prototypes(NamedTuple):
     length: Tensor  # (C, 1); 1 for a zero row
 
 
-def prototypes(x: Tensor, dim: int = 1) -> Prototypes:
-    """Directions and lengths of the rows of x (C, D), or with a `dim` of 0 of its columns."""
-    length = x.norm(dim=dim, keepdim=True)
+def prototypes(x: Tensor) -> Prototypes:
+    """Directions and lengths of the rows of x (C, D)."""
+    length = x.norm(dim=1, keepdim=True)
     length.masked_fill_(length == 0, 1)
     return Prototypes(x / length, length)
 

@@ -95,9 +95,10 @@ class Base:
 
     def scan(self, task: Task, state: Any, stream: Tensor) -> tuple[Tensor, Any]:
         """Logits (N, C) and the state after N images (N, V, D), one step at a time."""
-        logits = stream.new_empty(len(stream), task.classes)
+        logits, own = stream.new_empty(len(stream), task.classes), overwrites(self)
+        state = copied(state) if own else state
         for row, views in enumerate(stream):
-            logits[row], state = self.step(task, state, views)
+            logits[row], state = advance(self, task, state, views)[:2] if own else self.step(task, state, views)
         return logits, state
 
     def learned(self, before: Any, after: Any) -> Tensor:

@@ -14,8 +14,9 @@ never read. Departures: selection keeps at least one view, where the released co
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from testtime.methods.base import at_least
 from testtime.methods.evolving import Evolving, over_bits
 from testtime.types import Task
 
+Put: TypeAlias = Callable[[Tensor, int, Tensor, Tensor], Tensor]  # index_copy, in place or not
 SUMMED = 3  # features of a queue that its visual prototype sums, as released, however many it holds
 
 
@@ -84,6 +86,14 @@ class DLAE(Evolving):
         return State(*self._start(task), time, ones, torch.zeros_like(ones), time.new_zeros(()))
 
     def step(self, task: Task, state: State, views: Tensor) -> tuple[Tensor, State]:
+        return self._step(task, state, views, Tensor.index_copy)
+
+    def advance(self, task: Task, state: State, views: Tensor) -> tuple[Tensor, State, Tensor]:
+        """As `step`, and that it learned; the queues are overwritten: they are large."""
+        logits, after = self._step(task, state, views, Tensor.index_copy_)
+        return logits, after, self.learned(state, after)
+
+    def _step(self, task: Task, state: State, views: Tensor, put: Put) -> tuple[Tensor, State]:
         # 1. the image as the evolved text sees it; doubt where the damping changes its label
         text = ops.prototypes(state.text)
         seen = self._look(task, views, text.direction, state.predicted, state.confidence)
@@ -99,7 +109,7 @@ class DLAE(Evolving):
         )
 
         # 3. evolve the visual prototypes
-        queue, time, visual = self._enqueue(task, state, seen, text.direction, cost)
+        queue, time, visual = self._enqueue(task, state, seen, text.direction, cost, put)
         filled = banks.filled(queue).to(visual)  # (C,) of 0 and 1
 
         # 4. prototype residual learning, as DPE; the damping is a constant of it
@@ -136,7 +146,7 @@ class DLAE(Evolving):
         return Look(feature, mean, kept.softmax(1).mean(0), mean.argmax().reshape(1), first, task.scale * damping)
 
     def _enqueue(
-        self, task: Task, state: State, seen: Look, text: Tensor, cost: Tensor
+        self, task: Task, state: State, seen: Look, text: Tensor, cost: Tensor, put: Put
     ) -> tuple[banks.Bank, Tensor, Tensor]:
         """Queues, times and visual prototypes after offering them the image: a single row changes."""
         label = seen.label
@@ -156,13 +166,8 @@ class DLAE(Evolving):
         costs, time = torch.where(taken, cost, costs), torch.where(taken, state.images, time)
         keys, costs, time = _ordered(full, keys, costs, time)
         mean = keys[:SUMMED].sum(0) / costs.isfinite().sum().clamp_min(1)
-        return (
-            banks.Bank(
-                state.queue.keys.index_copy(0, label, keys[None]), state.queue.cost.index_copy(0, label, costs[None])
-            ),
-            state.time.index_copy(0, label, time[None]),
-            state.visual.index_copy(0, label, mean[None]),
-        )
+        queue = banks.Bank(put(state.queue.keys, 0, label, keys[None]), put(state.queue.cost, 0, label, costs[None]))
+        return queue, put(state.time, 0, label, time[None]), put(state.visual, 0, label, mean[None])
 
 
 def _ordered(full: Tensor, keys: Tensor, costs: Tensor, time: Tensor) -> tuple[Tensor, Tensor, Tensor]:

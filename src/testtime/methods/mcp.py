@@ -40,6 +40,10 @@ class State(NamedTuple):
     recalled: Tensor  # (C, E, D) the entropy cache at that time, as unit rows
     gram: Tensor  # (C, A + E + 1, A + E + 1) products of a class's memories: align, entropy, and its prompt
 
+    @property
+    def costs(self) -> tuple[Tensor, ...]:
+        return self.entropy.cost, self.align.cost, self.negative.cost
+
 
 @dataclass(frozen=True)
 class MCP(Residuals):
@@ -102,16 +106,9 @@ class MCP(Residuals):
 
     def advance(self, task: Task, state: State, views: Tensor) -> tuple[Tensor, State, Tensor]:
         """As `step`, and whether a cache accepted the image; the state is overwritten."""
-        before = copied(tuple(cache.cost for cache in state[:3]))
+        before = copied(state.costs)
         parts, state = self.parts(task, state, views, in_place=True)
-        return self.fused(parts), state, differ(before, tuple(cache.cost for cache in state[:3]))
-
-    def scan(self, task: Task, state: State, stream: Tensor) -> tuple[Tensor, State]:
-        """As `step`, image by image, in a copy of the state that is overwritten: the caches are large."""
-        state, scores = copied(state), stream.new_empty(len(stream), task.classes)
-        for row, views in enumerate(stream):
-            scores[row], state, _ = self.advance(task, state, views)
-        return scores, state
+        return self.fused(parts), state, differ(before, state.costs)
 
     def fused(self, parts: Tensor) -> Tensor:
         """The weighted sum (..., C) of probabilities (3, ..., C)."""
@@ -197,7 +194,7 @@ class MCP(Residuals):
 
     def learned(self, before: State, after: State) -> Tensor:
         """Whether a cache accepted the image."""
-        return differ(*(tuple(cache.cost for cache in state[:3]) for state in (before, after)))
+        return differ(before.costs, after.costs)
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """Weighted sums of probabilities, normalised."""

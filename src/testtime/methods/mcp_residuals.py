@@ -65,43 +65,43 @@ class Residuals(Base):
             for lr in (self.lr_text, self.lr_image)
         )
         start = at_text = ops.prototypes(task.text)
-        at_visual, repelling, mask = ops.prototypes(visual), ops.unit(repelling), seen[:, None]
+        at_visual, row, one = ops.prototypes(visual), feature[None], seen.new_ones(())
+        distance = repelling.norm(dim=1).clamp_min(1e-12)
         d_text = d_visual = torch.zeros_like(visual)
         m_text = m_visual = None
-        logits = frozen
+        text, image, logits = start.direction, at_visual.direction, frozen
         for number in range(1, self.steps + 1):
-            boost = seen * ops.affinity(at_visual.direction @ feature, self.alpha, self.beta)
+            boost = seen * ops.affinity(image @ feature, self.alpha, self.beta)
             logits = logits + boost - lowered  # of all steps so far: as released, they add up
             log_p = logits.log_softmax(0)
             slope = -log_p.exp() * (log_p + ops.entropy(logits))  # of the entropy, by the logits
+            by_logits, by_boost = (task.scale * slope)[:, None], (self.beta * boost * slope)[:, None]
             # both have zero rows for classes that are not seen, and so have their gradients
             by_text, by_visual = coordinate_alignment(
-                at_text.direction * mask, at_visual.direction, self.align_temperature, self.align_weight
+                text * seen[:, None], image, self.align_temperature, self.align_weight
             )
-            nearness = (at_visual.direction * repelling).sum(1)
+            nearness = (image * repelling).sum(1) / distance
             push = seen * self.contrast_weight / seen.sum().clamp_min(1) / (1 - nearness + OFFSET)
-            by_visual.addr_(self.beta * boost * slope, feature).addcmul_(push[:, None], repelling)
-            by_visual = across(by_visual, at_visual)
-            # the text's logits keep the gradient of the prompts, from which they were computed
-            if at_text is start:
-                by_text = across(by_text.addr_(task.scale * slope, feature), start)
-            else:
-                by_text = across(by_text, at_text) + across(torch.outer(task.scale * slope, feature), start)
+            by_visual.addcmul_((push / distance)[:, None], repelling)
             if self.steps == 1:
-                moved = for_text.first(task.text, by_text), for_visual.first(visual, by_visual)
+                text = ops.first_step(start, ops.Slope(one, by_logits, row, by_text), for_text)
+                image = ops.first_step(at_visual, ops.Slope(one, by_boost, row, by_visual), for_visual)
             else:
+                # the text's logits keep the gradient of the prompts, from which they were computed
+                by_text = across(by_text, at_text) + across(by_logits @ row, start)
+                by_visual = across(by_visual.addmm_(by_boost, row), at_visual)
                 d_text, m_text = for_text.step(d_text, by_text, m_text, number)
                 d_visual, m_visual = for_visual.step(d_visual, by_visual, m_visual, number)
-                moved = task.text + d_text, visual + d_visual
-            at_text, at_visual = map(ops.prototypes, moved)
-        boost = seen * ops.affinity(at_visual.direction @ feature, self.alpha, self.beta)
-        return at_text.direction, logits + boost - lowered
+                at_text, at_visual = ops.prototypes(task.text + d_text), ops.prototypes(visual + d_visual)
+                text, image = at_text.direction, at_visual.direction
+        boost = seen * ops.affinity(image @ feature, self.alpha, self.beta)
+        return text, logits + boost - lowered
 
 
-def across(slope: Tensor, at: ops.Prototypes, dim: int = 1) -> Tensor:
+def across(slope: Tensor, at: ops.Prototypes) -> Tensor:
     """The gradient by prototypes of a function with this slope (C, D) by their directions."""
-    along = (slope * at.direction).sum(dim, keepdim=True)
-    return torch.addcmul(slope, at.direction, along, value=-1).div_(at.length)
+    along = (slope * at.direction).sum(1, keepdim=True)
+    return slope.addcmul(at.direction, along, value=-1).div_(at.length)
 
 
 def coordinate_alignment(text: Tensor, visual: Tensor, temperature: float, weight: float) -> tuple[Tensor, Tensor]:
@@ -110,8 +110,14 @@ def coordinate_alignment(text: Tensor, visual: Tensor, temperature: float, weigh
     As released, coordinates are compared: each of the visual prototypes, normalised over the classes, is to match the
     same one of the text's. Rows of zeros in both have no gradient.
     """
-    query, key = ops.prototypes(visual, 0), ops.prototypes(text, 0)
-    pull = (query.direction.T @ key.direction / temperature).softmax(1)  # (D, D)
+    squares = visual.square().sum(0), text.square().sum(0)  # (D,); on a CPU faster than a norm along columns
+    of_visual, of_text = (square.masked_fill(square == 0, 1) for square in squares)
+    lengths = torch.outer(of_visual.sqrt(), of_text.sqrt())
+    cosine = visual.T @ text / lengths  # (D, D)
+    pull = (cosine / temperature).softmax(1)
     pull.diagonal().sub_(1)
     pull *= weight / (temperature * len(pull))
-    return across(query.direction @ pull, key, 0), across(key.direction @ pull.T, query, 0)
+    along, pull = pull * cosine, pull / lengths
+    by_text = (visual @ pull).addcmul_(text, along.sum(0) / of_text, value=-1)
+    by_visual = (text @ pull.T).addcmul_(visual, along.sum(1) / of_visual, value=-1)
+    return by_text, by_visual
