@@ -153,8 +153,7 @@ class MCP(Residuals):
         # 5. the prototypes' probabilities; with residuals, the text votes again
         seen = (held > 0).to(prompt)
         if self.residual:
-            repelling = negative.keys[..., : task.dim].sum(1)
-            text, logits = self.learn(task, feature, frozen, prototypes, seen, lowered, repelling)
+            text, logits = self.learn(task, feature, frozen, prototypes, seen, lowered, negative)
             vote = ops.vote(task.scale * (views @ text.T), self.selection)
         else:
             logits = frozen + seen * ops.affinity(prototypes @ feature, self.alpha, self.beta) - lowered

@@ -15,10 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from testtime import ops
+from testtime import bank, ops
+from testtime.bank import Bank
 from testtime.methods.base import Base, at_least, check_adamw, require
 from testtime.types import Task
 
+ROWS = 256  # of a block
 OFFSET = 1e-7  # inside the logarithm of the contrast, as released
 
 
@@ -53,12 +55,12 @@ class Residuals(Base):
         visual: Tensor,
         seen: Tensor,
         lowered: Tensor,
-        repelling: Tensor,
+        negative: Bank,
     ) -> tuple[Tensor, Tensor]:
         """Unit text prototypes (C, D) after the steps, and the logits (C,) of a feature (D,) by visual ones (C, D).
 
         `frozen` (C,) are the text's logits and `lowered` (C,) what the negative cache takes away; `seen` (C,) is 1 for
-        classes with a visual prototype; `repelling` (C, D) are the means of the negative cache, zero where it is empty.
+        classes with a visual prototype; the rows of the `negative` cache begin with a feature.
         """
         for_text, for_visual = (
             ops.AdamW(lr, self.adamw_eps, self.adamw_betas, self.adamw_weight_decay)
@@ -66,8 +68,10 @@ class Residuals(Base):
         )
         start = at_text = ops.prototypes(task.text)
         at_visual, row, one = ops.prototypes(visual), feature[None], seen.new_ones(())
-        distance = repelling.norm(dim=1).clamp_min(1e-12)
-        d_text = d_visual = torch.zeros_like(visual)
+        uncertain = bank.filled(negative)  # on the CPU, where reading them is free, only these classes are looked at
+        index = uncertain.nonzero()[:, 0] if uncertain.is_cpu else torch.arange(task.classes, device=seen.device)
+        repelling = ops.unit(negative.keys[..., : task.dim][index].sum(1))
+        d_text = d_visual = torch.zeros_like(visual) if self.steps > 1 else visual
         m_text = m_visual = None
         text, image, logits = start.direction, at_visual.direction, frozen
         for number in range(1, self.steps + 1):
@@ -80,9 +84,9 @@ class Residuals(Base):
             by_text, by_visual = coordinate_alignment(
                 text * seen[:, None], image, self.align_temperature, self.align_weight
             )
-            nearness = (image * repelling).sum(1) / distance
-            push = seen * self.contrast_weight / seen.sum().clamp_min(1) / (1 - nearness + OFFSET)
-            by_visual.addcmul_((push / distance)[:, None], repelling)
+            nearness = (image[index] * repelling).sum(1)
+            push = seen[index] * self.contrast_weight / seen.sum().clamp_min(1) / (1 - nearness + OFFSET)
+            by_visual.index_add_(0, index, push[:, None] * repelling)
             if self.steps == 1:
                 text = ops.first_step(start, ops.Slope(one, by_logits, row, by_text), for_text)
                 image = ops.first_step(at_visual, ops.Slope(one, by_boost, row, by_visual), for_visual)
@@ -110,8 +114,7 @@ def coordinate_alignment(text: Tensor, visual: Tensor, temperature: float, weigh
     As released, coordinates are compared: each of the visual prototypes, normalised over the classes, is to match the
     same one of the text's. Rows of zeros in both have no gradient.
     """
-    squares = visual.square().sum(0), text.square().sum(0)  # (D,); on a CPU faster than a norm along columns
-    of_visual, of_text = (square.masked_fill(square == 0, 1) for square in squares)
+    of_visual, of_text = _squares(visual), _squares(text)
     lengths = torch.outer(of_visual.sqrt(), of_text.sqrt())
     cosine = visual.T @ text / lengths  # (D, D)
     pull = (cosine / temperature).softmax(1)
@@ -121,3 +124,9 @@ def coordinate_alignment(text: Tensor, visual: Tensor, temperature: float, weigh
     by_text = (visual @ pull).addcmul_(text, along.sum(0) / of_text, value=-1)
     by_visual = (text @ pull.T).addcmul_(visual, along.sum(1) / of_visual, value=-1)
     return by_text, by_visual
+
+
+def _squares(x: Tensor) -> Tensor:
+    """Squared lengths (D,) of the columns of x (C, D), 1 for zero; in blocks that fit the cache of a CPU's core."""
+    length = torch.stack([block.square().sum(0) for block in x.split(ROWS)]).sum(0)
+    return length.masked_fill_(length == 0, 1)

@@ -154,21 +154,27 @@ class OGA(Base):
             return state  # nothing was written
         held = state.entropy.isfinite().sum(1)  # (C,)
         number, dim = held.sum(), task.dim
-        centred = state.scatter - torch.outer(state.drift, state.drift) / number.clamp_min(1)  # (n - 1) S
-        trace, ready = centred.trace(), (held > 2).any()
-        covariance = centred / (number - 1).clamp_min(1)
-        identity = torch.eye(dim, dtype=torch.float64, device=centred.device)
+        centred = torch.addr(state.scatter, state.drift, state.drift / number.clamp_min(1), alpha=-1)  # (n - 1) S
+        degrees = (number - 1).clamp_min(1).double()
+        total, ready = centred.trace(), (held > 2).any()
+        spread = total / degrees  # the covariance's trace
+        # the matrix to invert is `share` times the centred one, plus `ridge` times the identity
+        zero, share, ridge = torch.zeros_like(total), 1 / degrees, JITTER * spread
         if self.inverse == "MoorePenrose":
-            values, vectors = torch.linalg.eigh(torch.where(ready, covariance, identity / dim))
+            ridge = zero
+        else:
+            small = number <= (4 * dim if self.inverse == "RidgeMoorePenrose" else math.inf)
+            share, ridge = torch.where(small, 1 / dim, share), torch.where(small, spread / dim, ridge)
+            alike = ~(total > JITTER * number)  # features that are all alike leave a scatter of rounding errors
+            share, ridge = torch.where(alike, zero, share), torch.where(alike, WIDE, ridge)
+        matrix = torch.where(ready, share, zero) * centred
+        matrix.diagonal().add_(torch.where(ready, ridge, 1 / dim))
+        if self.inverse == "MoorePenrose":
+            values, vectors = torch.linalg.eigh(matrix)
             kept = values > dim * torch.finfo(values.dtype).eps * values[-1]  # as torch's pseudo-inverse
             factor = vectors * torch.where(kept, values, torch.inf).rsqrt()  # (D, D)
         else:
-            shrunk = (centred + covariance.trace() * identity) / dim
-            if self.inverse == "RidgeMoorePenrose":
-                shrunk = torch.where(number <= 4 * dim, shrunk, covariance + JITTER * covariance.trace() * identity)
-            # features that are all alike leave a scatter of rounding errors
-            shrunk = torch.where(trace > JITTER * number, shrunk, WIDE * identity)
-            factor = torch.linalg.cholesky_ex(torch.where(ready, shrunk, identity / dim)).L.mT.contiguous()
+            factor = torch.linalg.cholesky_ex(matrix).L.mT.contiguous()
         return state._replace(factor=factor, white=self._whiten(factor, state.mean.double()))
 
     def _whiten(self, factor: Tensor, rows: Tensor) -> Tensor:
@@ -179,7 +185,8 @@ class OGA(Base):
 
     def log_likelihood(self, state: State, clean: Tensor) -> Tensor:
         """Log-density of a feature (D,) under each class's Gaussian, without the constant that all share: (C,)."""
-        return (self._whiten(state.factor, clean.double()[None]) - state.white).square().sum(1) / -2
+        white = self._whiten(state.factor, clean.double()[None])[0]
+        return state.white @ white - (state.white.norm(dim=1).square() + white @ white) / 2
 
     def precision(self, state: State) -> Tensor:
         """The inverse of the covariance (D, D)."""
