@@ -29,6 +29,7 @@ from testtime.serve.auth import add_token  # noqa: E402
 from testtime.serve.client import Client, ServiceError  # noqa: E402
 from testtime.serve.front_process import Address  # noqa: E402
 from testtime.serve.fronts import Fronts  # noqa: E402
+from testtime.serve.remote import KNOWN  # noqa: E402
 from testtime.serve.service import Service  # noqa: E402
 from testtime.serve.types import Settings  # noqa: E402
 
@@ -97,7 +98,7 @@ def test_answers_and_state_equal_those_of_an_offline_session(server: Running, cl
     assert client.images("pets", limit=1)[0]["thumbnail"] and client.thumbnail("pets", 3)[:2] == b"\xff\xd8"
 
 
-def test_a_new_stream_of_an_old_name_keeps_no_thumbnails_unless_it_says_so(server: Running, client: Client) -> None:
+def test_a_new_stream_of_an_old_name_keeps_thumbnails_only_if_it_says_so(server: Running, client: Client) -> None:
     client.create("renewed", list(CLASSES), thumbnails=True)
     client.classify("renewed", photograph(1))  # the process that decodes for this connection has seen the old stream
     assert client.images("renewed")[0]["thumbnail"]
@@ -105,6 +106,11 @@ def test_a_new_stream_of_an_old_name_keeps_no_thumbnails_unless_it_says_so(serve
     client.create("renewed", list(CLASSES))
     client.classify("renewed", photograph(1))
     assert not client.images("renewed")[0]["thumbnail"]
+    client.delete("renewed")
+    client.create("renewed", list(CLASSES), thumbnails=True)
+    time.sleep(KNOWN)  # then the process asks again
+    client.classify("renewed", photograph(1))
+    assert client.images("renewed")[0]["thumbnail"]
 
 
 def test_calls_of_all_kinds_pass_through(client: Client) -> None:

@@ -7,6 +7,7 @@ the two reach each other is not known here.
 from __future__ import annotations
 
 import logging
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
@@ -28,6 +29,8 @@ CALLS = frozenset((
     "info", "label", "map", "metrics", "queues", "reset", "rollback", "snapshot", "snapshots", "spend", "stream",
     "streams", "thumbnail", "tour", "unlearn",
 ))  # fmt: skip
+
+KNOWN = 2.0  # seconds for which it is known whether a stream keeps thumbnails
 
 log = logging.getLogger("testtime.serve")
 Header = dict[str, Any]
@@ -61,7 +64,8 @@ class Remote(ABC):
 
     def __init__(self, settings: Settings) -> None:
         self.settings, self.telemetry, self.ready = settings, Notes(), False
-        self._thumbnails: dict[str, bool] = {}  # streams that are known, and whether they keep thumbnails
+        # streams that are known: whether they keep thumbnails, and when that was asked
+        self._thumbnails: dict[str, tuple[bool, float]] = {}
 
     async def start(self) -> None:
         """Be ready for requests."""
@@ -104,17 +108,20 @@ class Remote(ABC):
         self, name: str, uploads: Sequence[Upload], *, learn: bool = True, top: int = 5
     ) -> list[dict[str, Any]]:
         """An answer for each image, in order; or its error, with its status."""
-        if name not in self._thumbnails:
-            self._thumbnails[name] = (await self.stream(name))["thumbnails"]
-        pictures = await self._front.pictures(uploads, self._thumbnails[name])
+        pictures = await self._front.pictures(uploads, await self._keeps_thumbnails(name))
         header, parts = packed(pictures)
-        try:
-            found = await self.exchange({"call": "answer", "name": name, "learn": learn, "top": top, **header}, *parts)
-            return _result(*found)
-        except ServiceError as error:
-            if error.status == 404:  # it was deleted; the next one of this name may be another
-                self._thumbnails.pop(name, None)
-            raise
+        return _result(
+            *await self.exchange({"call": "answer", "name": name, "learn": learn, "top": top, **header}, *parts)
+        )
+
+    async def _keeps_thumbnails(self, name: str) -> bool:
+        """Whether a stream keeps thumbnails; asked again now and then, since another may have got its name."""
+        keeps, asked = self._thumbnails.get(name, (False, -KNOWN))
+        if time.monotonic() - asked >= KNOWN:
+            self._thumbnails.pop(name, None)
+            keeps = (await self.stream(name))["thumbnails"]
+            self._thumbnails[name] = keeps, time.monotonic()
+        return keeps
 
 
 def packed(pictures: Sequence[Picture]) -> tuple[Header, list[Bytes]]:
