@@ -1,4 +1,4 @@
-"""One image of a method beside the matrix products that it cannot avoid, which a better implementation would still need.
+"""One image of a method beside the matrix products that it cannot avoid, and that any implementation would need.
 
     python benchmarks/products.py [--classes 1000] [--dim 512] [--turns 40] [--json FILE]
 

@@ -26,7 +26,7 @@ from testtime.datasets.dataset import Dataset
 from testtime.encoding.encoders import load_encoder
 from testtime.images.reading import read_image
 from testtime.images.views import clean
-from testtime.methods.base import ASSUMPTIONS, batch_of, leaves
+from testtime.methods.base import ASSUMPTIONS, advance, batch_of, copied, leaves
 from testtime.session.session import Session
 from testtime.steppers import open_stepper
 from testtime.synthetic import toy
@@ -62,7 +62,7 @@ def finite_logits(method: Method, task: Task, stream: Tensor) -> None:
 
 
 def pure_steps(method: Method, task: Task, stream: Tensor) -> None:
-    """A step does not modify its state and views, and gives the same answer twice."""
+    """A step does not modify its state and views, and gives the same answer twice, and in place if it can."""
     state = Session(task, method)
     state.scan(stream[: len(stream) // 2])
     before, views = state.state, stream[-1]
@@ -73,6 +73,10 @@ def pure_steps(method: Method, task: Task, stream: Tensor) -> None:
     second, again = method.step(task, before, views)
     _expect(torch.equal(first, second), "the same step gives the same logits")
     _expect(all(map(torch.equal, leaves(after), leaves(again))), "the same step gives the same state")
+    logits, placed, learned = advance(method, task, copied(before), views)
+    _expect(torch.equal(first, logits), "a step in place gives the same logits")
+    _expect(all(map(torch.equal, leaves(after), leaves(placed))), "a step in place gives the same state")
+    _expect(bool(learned) == bool(method.learned(before, after)), "a step in place learns where a step does")
 
 
 def exact_resume(method: Method, task: Task, stream: Tensor) -> None:

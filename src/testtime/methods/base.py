@@ -151,17 +151,17 @@ def batch_of(method: object) -> int:
 def advance(method: Any, task: Task, state: Any, views: Tensor) -> tuple[Tensor, Any, Tensor | bool]:
     """Logits and the next state of a `step`, and whether it learned; `state` may be overwritten (`overwrites`).
 
-    A method with a large state has a function `advance` of its own, which returns the same and copies less.
+    A method with a large state may have a function `step_in_place`, which returns the same three and copies less.
     """
     if overwrites(method):
-        return method.advance(task, state, views)
+        return method.step_in_place(task, state, views)
     logits, after = method.step(task, state, views)
     return logits, after, method.learned(state, after)
 
 
 def overwrites(method: Any) -> bool:
     """Whether `advance` overwrites the state that it is given."""
-    return hasattr(method, "advance")
+    return hasattr(method, "step_in_place")
 
 
 def leaves(state: Nested) -> list[Tensor]:

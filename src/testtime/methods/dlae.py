@@ -88,7 +88,7 @@ class DLAE(Evolving):
     def step(self, task: Task, state: State, views: Tensor) -> tuple[Tensor, State]:
         return self._step(task, state, views, Tensor.index_copy)
 
-    def advance(self, task: Task, state: State, views: Tensor) -> tuple[Tensor, State, Tensor]:
+    def step_in_place(self, task: Task, state: State, views: Tensor) -> tuple[Tensor, State, Tensor]:
         """As `step`, and that it learned; the queues are overwritten: they are large."""
         logits, after = self._step(task, state, views, Tensor.index_copy_)
         return logits, after, self.learned(state, after)

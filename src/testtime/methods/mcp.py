@@ -103,7 +103,7 @@ class MCP(Residuals):
         parts, state = self.parts(task, state, views)
         return self.fused(parts), state
 
-    def advance(self, task: Task, state: State, views: Tensor) -> tuple[Tensor, State, Tensor]:
+    def step_in_place(self, task: Task, state: State, views: Tensor) -> tuple[Tensor, State, Tensor]:
         """As `step`, and whether a cache accepted the image; the state is overwritten."""
         before = copied(state.costs)
         parts, state = self.parts(task, state, views, in_place=True)

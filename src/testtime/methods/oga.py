@@ -99,7 +99,7 @@ class OGA(Base):
         state = self._fit(task, state, self._remember(task, state, views[0]))
         return self._posterior(task, state, views[0]), state
 
-    def advance(self, task: Task, state: State, views: Tensor) -> tuple[Tensor, State, Tensor]:
+    def step_in_place(self, task: Task, state: State, views: Tensor) -> tuple[Tensor, State, Tensor]:
         """As `step`, and whether the memory accepted the image, which is overwritten: it is large."""
         before = state.entropy.clone()
         after = self._fit(task, state, self._remember(task, state, views[0], in_place=True))

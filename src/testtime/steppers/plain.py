@@ -56,8 +56,8 @@ class Plain:
         return [copied(self._state) if overwrites(self.method) else self._state]  # other steps never modify it
 
     def restore(self, states: Sequence[Nested]) -> None:
-        (state,) = states
-        self._state = copied(state) if overwrites(self.method) else aligned_state(state)
+        (state,) = map(aligned_state, states)
+        self._state = copied(state) if overwrites(self.method) else state
         self._images = 0
 
     def _check_single(self) -> None:
