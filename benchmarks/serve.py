@@ -3,10 +3,10 @@
     python benchmarks/serve.py --model ViT-B-16 --clients 1,8,32 --seconds 15 --out serve.json
     python benchmarks/serve.py --device cuda --classes 1000 --only testtime --processes 4 --decoders 8
 
-Three servers, one after another, each in its own process, with the same encoder (random weights) and the same JPEG
-files: the service with DPE (and the guard, unless --no-guard), and two FastAPI endpoints that read an image with
-Pillow, preprocess it, encode it alone and take the softmax: one with `def` (FastAPI's thread pool), one with
-`async def` (one at a time).
+Servers, one after another, each in its own process, with the same encoder (random weights) and the same JPEG files:
+the service with DPE (and the guard, unless --no-guard), with the encoder in bfloat16 too, and two FastAPI endpoints
+that read an image with Pillow, preprocess it, encode it alone and take the softmax: one with `def` (FastAPI's thread
+pool), one with `async def` (one at a time).
 Clients are processes with one keep-alive connection each, on the loopback address; each sends its next image when the
 last is answered. Requests of the first seconds (--warm) are not counted. Look at `cores_used` before you compare: where
 it differs between servers, their images a second do not compare, and `cpu_ms_per_image` does.
@@ -28,7 +28,7 @@ from typing import Any
 
 STREAM = "/v1/streams/bench/images?top=1"
 FILES = 64  # photographs that the clients share
-SERVERS = ("testtime", "def", "async def")
+SERVERS = ("testtime", "testtime@bfloat16", "def", "async def")
 ENVIRONMENT = dict(os.environ)  # before testtime is imported, which sets how threads wait
 
 
@@ -141,10 +141,12 @@ def server(kind: str, encoder: str, options: argparse.Namespace, folder: Path) -
     """One of the servers, ready: its port and its process."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    if kind == "testtime":
+    if kind.startswith("testtime"):
+        encoder += kind.removeprefix("testtime")
         words = ["-m", "testtime", "serve", "--encoder", encoder, "--device", options.device, "--port", port,
-                 "--folder", folder / "service", "--decoders", options.decoders, "--processes", options.processes,
-                 "--max-batch", options.max_batch, "--deadline", options.deadline]  # fmt: skip
+                 "--folder", folder / f"folder of {kind}", "--decoders", options.decoders,
+                 "--processes", options.processes, "--max-batch", options.max_batch,
+                 "--deadline", options.deadline]  # fmt: skip
     else:
         words = [__file__, "--bare", kind, "--encoder", encoder, "--device", options.device, "--classes",
                  options.classes, "--port", port]  # fmt: skip
@@ -291,14 +293,15 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         for number in range(FILES):
             photograph(number).save(images / f"{number:04d}.jpg", quality=90)
         encoder = checkpoint(options.model, folder)
-        if not options.no_alone:
-            report["encoder alone"] = encoder_alone(encoder, options, images)
-            print(f"encoder alone: {report['encoder alone']['images_per_second']} images a second", flush=True)
         for kind in options.only.split(","):
-            report[kind] = []
+            report[kind], ours = [], kind.startswith("testtime")
+            if ours and not options.no_alone:
+                alone = encoder_alone(encoder + kind.removeprefix("testtime"), options, images)
+                report.setdefault("encoder alone", {})[kind] = alone
+                print(f"encoder of {kind} alone: {alone['images_per_second']} images a second", flush=True)
             with server(kind, encoder, options, folder) as (port, process):
-                path = STREAM if kind == "testtime" else "/images"
-                if kind == "testtime":
+                path = STREAM if ours else "/images"
+                if ours:
                     classes = [f"thing {number}" for number in range(options.classes)]
                     described = {"name": "bench", "classes": classes, "guard": not options.no_guard}
                     status, body = call(port, "POST", "/v1/streams", described)
@@ -308,9 +311,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 if status != 200:
                     raise RuntimeError(body.decode())
                 for clients in map(int, options.clients.split(",")):
-                    before = learned(port) if kind == "testtime" else 0
+                    before = learned(port) if ours else 0
                     found = measure(port, process, path, clients, options, images)
-                    if kind == "testtime":
+                    if ours:
                         found["learned"] = learned(port) - before  # images of the warm-up among them
                     report[kind].append(found)
                     print(kind, json.dumps(found), flush=True)
@@ -325,18 +328,20 @@ def photograph_bytes(images: Path) -> bytes:
 
 def summary(report: dict[str, Any]) -> None:
     """Print how the servers compare, by the number of clients."""
-    if (alone := report.get("encoder alone")) is None:
-        return
-    for ours in report.get("testtime", []):
-        lost = 1 - ours["images_per_second"] / alone["images_per_second"]
-        outside = 1 - alone["cpu_ms_per_image"] / ours["cpu_ms_per_image"]
-        print(f"{ours['clients']} clients: {lost:.1%} of the encoder's own throughput is lost around it, ", end="")
-        print(f"and {outside:.1%} of the CPU time is spent outside it", end="")
-        for kind in ("def", "async def"):
-            for theirs in report.get(kind, []):
-                if theirs["clients"] == ours["clients"]:
-                    print(f"; {ours['images_per_second'] / theirs['images_per_second']:.2f}x '{kind}'", end="")
-        print()
+    for kind, alone in report.get("encoder alone", {}).items():
+        for ours in report[kind]:
+            lost = 1 - ours["images_per_second"] / alone["images_per_second"]
+            outside = 1 - alone["cpu_ms_per_image"] / ours["cpu_ms_per_image"]
+            print(
+                f"{kind}, {ours['clients']} clients: {lost:.1%} of the encoder's own throughput is lost around it, ",
+                end="",
+            )
+            print(f"and {outside:.1%} of the CPU time is spent outside it", end="")
+            for bare in ("def", "async def"):
+                for theirs in report.get(bare, []):
+                    if theirs["clients"] == ours["clients"]:
+                        print(f"; {ours['images_per_second'] / theirs['images_per_second']:.2f}x '{bare}'", end="")
+            print()
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from test_hf_encoder import FAMILIES
 from torch import Tensor, nn
-from torch.nn.functional import cosine_similarity
+from torch.nn.functional import cosine_similarity, normalize
 
 import testtime as tt
 from testtime import load_encoder
@@ -24,9 +24,10 @@ from testtime.encoding import stream as streams
 from testtime.encoding.compiled import Compiled, verified
 from testtime.encoding.encoders.open_clip import OpenClip, lower
 from testtime.encoding.encoders.tiny import TEXT, tiny
+from testtime.files.identity import weights_of
 from testtime.images.views import views
 from testtime.machine import capture as capturing
-from testtime.types import DeviceEncoder, Preprocess, SettingError
+from testtime.types import DeviceEncoder, Preprocess, SettingError, UnknownName
 
 PLAIN = load_encoder("tiny")
 needs_transformers = pytest.mark.skipif(
@@ -310,6 +311,53 @@ def test_encoder_offers_our_tower_if_it_agrees(model: Any, kind: type, monkeypat
     call = kind.__call__
     monkeypatch.setattr(kind, "__call__", lambda self, pixels: call(self, pixels).roll(1, 1))
     assert encoder.image_tower() == encoder.image_features
+
+
+@pytest.mark.parametrize("model", [transformer, residual])
+def test_on_a_cpu_images_are_encoded_by_our_tower(model: Any) -> None:
+    size = 32 if model is transformer else 64
+    encoder, pixels = encoder_of(model(), size), torch.randn(3, 3, size, size)
+    with torch.no_grad():
+        expected = normalize(encoder.model.encode_image(pixels), dim=-1)
+    torch.testing.assert_close(encoder.encode_images(pixels), expected, atol=1e-5, rtol=0)
+    tower: Any = encoder._on_cpu
+    assert tower is encoder._on_cpu and isinstance(tower, vit.Tower if model is transformer else resnet.Tower)
+
+
+def test_transformer_on_a_cpu_calls_one_dnn_where_torch_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, pixels = transformer(), torch.randn(2, 3, 32, 32)
+    has = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    assert (vit.from_open_clip(model.visual).onednn is not None) == has
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    without = vit.from_open_clip(model.visual)
+    assert without.onednn is None
+    with torch.no_grad():
+        torch.testing.assert_close(without(pixels), model.encode_image(pixels), atol=1e-5, rtol=0)
+
+
+def test_bfloat16_on_a_cpu_is_close_and_has_a_name_of_its_own() -> None:
+    plain, coarse = load_encoder("tiny"), load_encoder("tiny@bfloat16")
+    assert coarse.name == "tiny@bfloat16" and coarse.dtype == torch.bfloat16
+    pixels = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(3))
+    alike = cosine_similarity(plain.encode_images(pixels), coarse.encode_images(pixels))
+    assert 0.999 < float(alike.min()) and float(alike.max()) < 1 - 1e-7
+    assert coarse.encode_images(pixels).dtype == torch.float32
+
+
+def test_precision_in_a_name_is_checked() -> None:
+    with pytest.raises(UnknownName, match="Unknown precision 'bf16'. Did you mean 'bfloat16'?"):
+        load_encoder("tiny@bf16")
+    with pytest.raises(SettingError, match="'tiny@bfloat16' says bfloat16, and dtype is torch.float32"):
+        load_encoder("tiny@bfloat16", dtype=torch.float32)
+    with pytest.raises(SettingError, match="float8 is for .*, not for 'tiny@float8' on cpu"):
+        load_encoder("tiny@float8")
+    assert load_encoder("tiny@float32", dtype=torch.float32).name == "tiny@float32"
+
+
+def test_weights_are_found_behind_a_name_with_a_precision(tmp_path: Path) -> None:
+    file = tmp_path / "mine@2.safetensors"
+    file.write_bytes(b"")
+    assert weights_of(f"open_clip:ViT-B-16/{file}") == weights_of(f"open_clip:ViT-B-16/{file}@bfloat16") == file
 
 
 def test_float8_is_close_and_opt_in() -> None:

@@ -6,6 +6,7 @@ Each kind has a built-in table, and an entry-point group (`testtime.methods`, `t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
@@ -170,6 +171,21 @@ ENCODERS: Kind[Callable[..., Any]] = Kind(  # called with the part of the name a
         ),
     },
 )
+
+
+PRECISIONS = ("float32", "float16", "bfloat16", "float8")  # that an encoder may compute in, as in `offline@bfloat16`
+
+
+def split_precision(encoder: str) -> tuple[str, str]:
+    """The name of an encoder without its precision, and the precision, empty if it has none.
+
+    >>> split_precision("open_clip:ViT-B-16/openai@bfloat16"), split_precision("hf:my@folder/clip")
+    (('open_clip:ViT-B-16/openai', 'bfloat16'), ('hf:my@folder/clip', ''))
+    """
+    name, _, precision = encoder.rpartition("@")
+    if re.fullmatch(r"b?f(loat|p)?[0-9]+|half", precision) and precision not in PRECISIONS:
+        raise unknown("precision", precision, PRECISIONS, meant="bfloat16" if precision[0] == "b" else None)
+    return (name, precision) if precision in PRECISIONS else (encoder, "")
 
 
 def method_names() -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from testtime.errors import InputError
 from testtime.machine.lean_open_clip import open_clip
-from testtime.registry import closest
+from testtime.registry import closest, split_precision
 
 
 class Tower(NamedTuple):
@@ -31,7 +31,7 @@ def tower(model: str) -> Tower:
     >>> round(tower("ViT-B-16").flops / 1e9, 1)
     35.1
     """
-    name = model.removeprefix("open_clip:").partition("/")[0]
+    name = split_precision(model)[0].removeprefix("open_clip:").partition("/")[0]
     config = open_clip.get_model_config(name)
     if config is None:
         like = closest(name, open_clip.list_models()) or "ViT-B-16"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from testtime.doctor.finding import Finding, fine
+from testtime.registry import split_precision
 from testtime.types import Encoder, Preprocess, Task
 
 FEWEST = 20  # images from which features are judged: below, every statistic here is noise
@@ -46,7 +47,7 @@ WIDTHS = (1.0, 9.0)
 
 def expected_normalisation(encoder: Encoder) -> dict[str, tuple[Any, Any]]:
     """The means and deviations that the encoder's family was trained with, by name; empty if it is not known."""
-    kind, _, spec = encoder.name.partition(":")
+    kind, _, spec = split_precision(encoder.name)[0].partition(":")
     if kind in ("tiny", "open_clip"):
         from testtime.machine.lean_open_clip import open_clip
 

@@ -19,6 +19,7 @@ from testtime.types import DeviceEncoder
 
 ALIKE = 0.999  # minimum cosine of the features of two implementations in half precision
 COARSE = 0.98  # the same with 8-bit products
+SAME = 1 - 1e-5  # in single precision on a CPU, where both round alike
 
 Tower = Callable[[Tensor], Tensor]  # from normalised pixels (B, 3, H, W) to features (B, D)
 

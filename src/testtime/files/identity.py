@@ -9,6 +9,7 @@ from pathlib import Path
 
 from testtime.errors import InputError
 from testtime.files.remote import RemoteImage
+from testtime.registry import split_precision
 from testtime.types import Encoder, StoredImage
 
 # files beside an open_clip checkpoint that are read with it
@@ -49,7 +50,7 @@ def weights(encoder: Encoder) -> str:
 
 def weights_of(encoder: str) -> Path | None:
     """The file or folder of weights in an encoder's name, if it exists."""
-    kind, _, rest = encoder.partition(":")
+    kind, _, rest = split_precision(encoder)[0].partition(":")
     name = rest.partition("/")[2] if kind == "open_clip" else rest if kind == "hf" else ""
     path = Path(os.path.expanduser(name))
     return path if name and path.exists() else None

@@ -32,7 +32,7 @@ from torch import Tensor
 from testtime import files
 from testtime.files.torchscript import DAMAGED, check_names
 from testtime.ops import unit_views
-from testtime.registry import kinds, require
+from testtime.registry import kinds, require, split_precision
 from testtime.types import Context, Encoder, FeatureError, InputError, MissingPart, Task
 
 FORMAT = "testtime.prompt"
@@ -460,7 +460,7 @@ def apply_prompt(encoder: Encoder, classnames: Sequence[str], path: str | Path) 
     from testtime.text.contexts import build_context  # loads the encoders' libraries
 
     prompt = load_prompt(path)
-    if prompt.encoder and prompt.encoder != encoder.name:
+    if prompt.encoder and split_precision(prompt.encoder)[0] != split_precision(encoder.name)[0]:
         raise InputError(f"{path} was learned with encoder '{prompt.encoder}', not '{encoder.name}'; use that one.")
     tokens = _tokens_for(prompt, classnames, path)
     context = build_context(encoder, classnames, words=blank_words(tokens.shape[-2]))

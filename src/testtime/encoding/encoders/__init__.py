@@ -10,36 +10,47 @@ import torch
 
 from testtime.display import line
 from testtime.machine.devices import find_device
-from testtime.registry import ENCODERS, unknown
+from testtime.registry import ENCODERS, split_precision, unknown
 from testtime.types import Encoder, InputError, MissingPart, SettingError
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float8": torch.float8_e4m3fn,
+}
 
 
 def load_encoder(name: str, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> Encoder:
     """The encoder of that name on `device`, computing in `dtype`: by default float32, and on a GPU float16.
 
-    Whatever the precision inside, features are returned as float32 unit rows. `torch.float8_e4m3fn` is for CLIP's
-    vision transformers on a GPU: bfloat16, with the image tower's large GEMMs in float8; faster, and less precise.
+    The name may say it too, as in `offline@bfloat16`. Whatever the precision inside, features are returned as float32
+    unit rows. bfloat16 is faster on processors with instructions for it. float8 is for CLIP's vision transformers on a
+    GPU: bfloat16, with the image tower's large GEMMs in float8; faster, and less precise.
 
-    >>> encoder = load_encoder("tiny")
+    >>> encoder = load_encoder("tiny@bfloat16")
     >>> encoder.encode_texts(["a photo of a cat.", "a photo of a dog."]).shape
     torch.Size([2, 32])
     """
     prefix, rest = _split(name)
-    if dtype not in (None, *DTYPES):
-        raise SettingError(f"Encoders compute in {', '.join(str(kind)[6:] for kind in DTYPES)}; got {dtype}.")
+    precision = split_precision(name)[1]
+    if dtype not in (None, *DTYPES.values()):
+        raise SettingError(f"Encoders compute in {', '.join(DTYPES)}; got {dtype}.")
+    if precision and dtype not in (None, DTYPES[precision]):
+        raise SettingError(f"'{name}' says {precision}, and dtype is {dtype}; give one of the two.")
+    dtype = DTYPES[precision] if precision else dtype
     where = find_device(device)
     default = torch.float16 if where.type == "cuda" else torch.float32
-    make = ENCODERS.find(prefix)
-    if dtype != torch.float8_e4m3fn:
-        return make(rest, where, dtype or default)
-    encoder = make(rest, where, torch.bfloat16)
-    if hasattr(encoder, "float8"):
-        encoder.float8 = True
-    tower = getattr(encoder, "image_tower", lambda: None)()
-    if where.type != "cuda" or not getattr(tower, "float8", False):
-        raise SettingError(f"float8 is for CLIP's vision transformers on a GPU, not for '{name}' on {where}.")
+    make, float8 = ENCODERS.find(prefix), dtype == DTYPES["float8"]
+    encoder = make(rest, where, torch.bfloat16 if float8 else dtype or default)
+    if precision:
+        encoder.name = name
+    if float8:
+        if hasattr(encoder, "float8"):
+            encoder.float8 = True
+        tower = getattr(encoder, "image_tower", lambda: None)()
+        if where.type != "cuda" or not getattr(tower, "float8", False):
+            raise SettingError(f"float8 is for CLIP's vision transformers on a GPU, not for '{name}' on {where}.")
     return encoder
 
 
@@ -103,8 +114,8 @@ def needed(encoder: Encoder) -> Encoder:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """The checked prefix of a name, and the part after the colon."""
-    prefix, _, rest = name.partition(":")
+    """The checked prefix of a name, and the part after the colon, without its precision."""
+    prefix, _, rest = split_precision(name)[0].partition(":")
     if ENCODERS.known(prefix) is None:
         if "/" in prefix:  # a common mistake: the model without its family
             raise unknown("encoder", name, ENCODERS.names(), meant=f"open_clip:{name}")

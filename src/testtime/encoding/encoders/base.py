@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from importlib import import_module
 from types import ModuleType
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from testtime.display import line
-from testtime.encoding.compiled import ALIKE, COARSE, verified
+from testtime.encoding.compiled import ALIKE, COARSE, SAME, verified
 from testtime.types import InputError, MissingPart, Preprocess
 
 TEXT_BATCH = 256  # sentences per batch
@@ -45,16 +46,23 @@ class TwoTowers(ABC):
         return None
 
     def image_tower(self) -> Callable[[Tensor], Tensor]:
-        """From normalised pixels to features, fast on a GPU; see `types.DeviceEncoder`."""
-        return verified(self.fast_tower(self.float8), self.image_features, self, COARSE if self.float8 else ALIKE)
+        """From normalised pixels to features, as fast as we can; see `types.DeviceEncoder`."""
+        single = self.device.type == "cpu" and self.dtype == torch.float32
+        least = COARSE if self.float8 else SAME if single else ALIKE
+        return verified(self.fast_tower(self.float8), self.image_features, self, least)
+
+    @cached_property
+    def _on_cpu(self) -> Callable[[Tensor], Tensor]:
+        return self.image_tower()
 
     def encode_images(self, pixels: Tensor) -> Tensor:
         """Unit features of preprocessed images: (B, 3, H, W) -> (B, D) float32, on the encoder's device."""
         check_pixels(pixels)
         if len(pixels) == 0:
             return torch.zeros(0, self.dim, device=self.device)
+        tower = self._on_cpu if self.device.type == "cpu" else self.image_features
         with torch.inference_mode():
-            features = normalize(self.image_features(pixels.to(self.device, self.dtype)).float(), dim=-1)
+            features = normalize(tower(pixels.to(self.device, self.dtype)).float(), dim=-1)
         return features.clone()  # out of inference mode, so that methods can use it in autograd
 
     def encode_texts(self, texts: Sequence[str]) -> Tensor:
