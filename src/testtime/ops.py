@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from testtime.errors import FeatureError
+from testtime.machine import onednn
 
 # Probabilities and slopes below it count as zero. They change nothing, and become denormals in products, which would
 # slow these down by up to a hundred times.
@@ -39,6 +40,14 @@ def prototypes(x: Tensor) -> Prototypes:
     length = x.norm(dim=1, keepdim=True)
     length.masked_fill_(length == 0, 1)
     return Prototypes(x / length, length)
+
+
+def product(x: Tensor, y: Tensor, bias: Tensor | None = None, alpha: float = 1) -> Tensor:
+    """alpha x y + bias: (M, K), (K, N) and (N,) -> (M, N). Without gradients."""
+    fast = onednn.gemm() if x.is_cpu and x.dtype == torch.float32 else None
+    if fast is not None:
+        return fast(x if alpha == 1 else alpha * x, y.T, bias, "none", [], "")
+    return torch.addmm(x.new_zeros(()) if bias is None else bias, x, y, beta=0 if bias is None else 1, alpha=alpha)
 
 
 def entropy(logits: Tensor) -> Tensor:
@@ -78,6 +87,8 @@ def confident_mean(views: Tensor, logits: Tensor, fraction: float) -> tuple[Tens
 def vote(logits: Tensor, fraction: float) -> Tensor:
     """The mean probability of the confident views: (V, C) -> (C,). DMN's released code, whose entropy has an offset."""
     prob = logits.softmax(1)
+    if len(prob) == 1:
+        return prob[0]
     doubt = -(prob * (prob + 1e-6).log()).sum(1)
     return prob[doubt.argsort(stable=True)[: kept(len(logits), fraction)]].mean(0)
 
@@ -172,16 +183,16 @@ def slopes(
     if not objective.align_weight:
         return Slope(gain, by_text, rows), Slope(gain, by_visual, rows)
     absent = (aligned - 1) * torch.finfo(t.dtype).max  # finite, so that a row of absent classes gives no NaN
-    # beta=0 drops the mask: on the CPU the check is free, and once every class is present nothing is masked
-    beta = 0 if aligned.is_cpu and aligned.all() else 1
-    similarity = torch.addmm(absent, v, t.T, beta=beta, alpha=1 / objective.align_temperature)
+    # on the CPU the check is free, and once every class is present nothing is masked
+    mask = None if aligned.is_cpu and aligned.all() else absent
+    similarity = product(v, t.T, mask, alpha=1 / objective.align_temperature)
     pull = _logit_gradient(similarity, 1)  # image by text
     if aligned is not seen:
         pull.mul_(aligned[:, None])  # otherwise their visual prototypes are zero and pull nothing
     if objective.align_both:
         back = torch.addmm(absent[:, None], v, t.T, alpha=1 / objective.align_temperature)
         pull.mul_(aligned[:, None]).addcmul_(_logit_gradient(back, 0), aligned)
-    return Slope(gain, by_text, rows, pull.T @ v), Slope(gain, by_visual, rows, pull @ t)
+    return Slope(gain, by_text, rows, product(pull.T, v)), Slope(gain, by_visual, rows, product(pull, t))
 
 
 def gradient(

@@ -1,7 +1,7 @@
 """CLIP's vision transformer as GEMMs and little else, for a CUDA graph and for a CPU.
 
 It computes what the model's own layers compute, in fewer passes over memory, and compiles only two small kernels on a
-GPU. On a CPU its GEMMs are oneDNN's: torch's own are MKL's in float32, which takes twice as long on AMD's processors.
+GPU. On a CPU its GEMMs are oneDNN's (`machine.onednn`).
 
 - queries, keys and values are one GEMM; residual sums are fused into the GEMM before them, and their biases
   accumulate in one vector until a norm reads it;
@@ -23,6 +23,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from testtime.machine import onednn
 
 Rows: TypeAlias = tuple[Tensor, Tensor]  # (N, W) in float8, and the scales (N, 1) to multiply them with
 
@@ -69,7 +71,7 @@ class Tower:
             from testtime.encoding import vit_kernels
 
             self.kernels = vit_kernels
-        self.onednn = _onednn() if weights.patch.device.type == "cpu" else None
+        self.onednn = onednn.gemm() if weights.patch.device.type == "cpu" else None
         large = [part for block in weights.blocks[:-1] for part in (block.qkv, block.up.weight, block.down.weight)]
         self.float8 = {id(weight): quantise_rows(weight) for weight in large} if float8 else {}
         # sum of the residual stream's biases so far, at each norm
@@ -152,11 +154,6 @@ class Tower:
         out = empty_rows(x) if float8 else (x,)
         self.kernels.activate(x, self.weights.quick, *out)
         return out if float8 else x
-
-
-def _onednn() -> Any:
-    """oneDNN's GEMM, if torch has it: of any precision, with a sum fused into it as `binary`."""
-    return getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
 
 
 def empty_rows(x: Tensor) -> Rows:

@@ -81,9 +81,8 @@ class Residuals(Base):
             slope = -log_p.exp() * (log_p + ops.entropy(logits))  # of the entropy, by the logits
             by_logits, by_boost = (task.scale * slope)[:, None], (self.beta * boost * slope)[:, None]
             # both have zero rows for classes that are not seen, and so have their gradients
-            by_text, by_visual = coordinate_alignment(
-                text * seen[:, None], image, self.align_temperature, self.align_weight
-            )
+            aligned = text if seen.is_cpu and seen.all() else text * seen[:, None]
+            by_text, by_visual = coordinate_alignment(aligned, image, self.align_temperature, self.align_weight)
             nearness = (image[index] * repelling).sum(1)
             push = seen[index] * self.contrast_weight / seen.sum().clamp_min(1) / (1 - nearness + OFFSET)
             by_visual.index_add_(0, index, push[:, None] * repelling)
@@ -116,13 +115,13 @@ def coordinate_alignment(text: Tensor, visual: Tensor, temperature: float, weigh
     """
     of_visual, of_text = _squares(visual), _squares(text)
     lengths = torch.outer(of_visual.sqrt(), of_text.sqrt())
-    cosine = visual.T @ text / lengths  # (D, D)
+    cosine = ops.product(visual.T, text).div_(lengths)  # (D, D)
     pull = (cosine / temperature).softmax(1)
     pull.diagonal().sub_(1)
     pull *= weight / (temperature * len(pull))
     along, pull = pull * cosine, pull / lengths
-    by_text = (visual @ pull).addcmul_(text, along.sum(0) / of_text, value=-1)
-    by_visual = (text @ pull.T).addcmul_(visual, along.sum(1) / of_visual, value=-1)
+    by_text = ops.product(visual, pull).addcmul_(text, along.sum(0) / of_text, value=-1)
+    by_visual = ops.product(text, pull.T).addcmul_(visual, along.sum(1) / of_visual, value=-1)
     return by_text, by_visual
 
 
