@@ -1,6 +1,6 @@
 """`testtime run` on the CPU, compared with a plain zero-shot loop with open_clip over the same files in the same run.
 
-    python benchmarks/zero_shot_loop.py [FOLDER] [--model ViT-B-32] [--images 200] [--json FILE] [--quick]
+    python benchmarks/zero_shot_loop.py [FOLDER] [--model ViT-B-32] [--images 200] [--precision bfloat16] [--quick]
 
 Random weights, one view, photographs of the folder or synthetic ones. Times are milliseconds per image after the first
 10, so loading is excluded from both. The plain loop opens a file with Pillow, applies open_clip's preprocessing,
@@ -90,6 +90,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, nargs="?", help="photographs; default: synthetic ones")
     parser.add_argument("--model", default="ViT-B-32")
     parser.add_argument("--images", type=int, default=200)
+    parser.add_argument("--precision", default="float32", help="of `testtime run`; the plain loops are in float32")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true", help="the tiny model, as a smoke test")
@@ -109,7 +110,7 @@ def main(arguments: list[str] | None = None) -> int:
         for _ in range(repeats):
             times, answers = plain.loop(files)
             found["plain loop"].append(per_image(times, FIRST))
-            rows, frozen = run(folder, name, listing)
+            rows, frozen = run(folder, f"{name}@{options.precision}", listing)
             found["testtime run"].append(per_image(rows, FIRST))
             whole = files[: len(files) // BATCH * BATCH]  # a shorter last batch would count as much as the others
             if len(whole) > 2 * BATCH:
@@ -119,12 +120,13 @@ def main(arguments: list[str] | None = None) -> int:
     report = {
         "machine": f"torch {torch.__version__}, {torch.get_num_threads()} threads of {os.cpu_count()} cores",
         "model": model,
+        "precision": options.precision,
         "images": len(files),
         "ms an image": each,
         "ratio to the plain loop": each["testtime run"] / each["plain loop"],
         "zero-shot answers alike": alike,
     }
-    print(f"{model}, {len(files)} photographs, {report['machine']}")
+    print(f"{model} in {options.precision}, {len(files)} photographs, {report['machine']}")
     for way, ms in each.items():
         print(f"  {way:16} {ms:9.2f} ms an image")
     print(

@@ -280,7 +280,7 @@ def test_a_restart_goes_back_to_a_snapshot_before_the_change(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     "method",
-    ["dpe", "dlae", "tda", "tps", "dmn", "dota", "mcp", "oga", "onzeta", "zero", "mta", "zeroshot", "evidence"],
+    ["bca", "dpe", "dlae", "tda", "tps", "dmn", "dota", "mcp", "oga", "onzeta", "zero", "mta", "zeroshot", "evidence"],
 )
 def test_a_guarded_stream_resumes_bit_for_bit_wherever_it_is_cut(method: str, tmp_path: Path) -> None:
     task, stream, _ = toy(views=6, images=40, classes=6)

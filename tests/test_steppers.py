@@ -33,6 +33,7 @@ from testtime.steppers.plain import Plain
 METHODS: dict[str, Any] = {
     "dlae": tt.make_method("dlae", settings={"ageing": 0.02, "doubt_discount": 0.5, "entropy_threshold": 0.3}),
     "dmn": DMN(memory_size=2),
+    "bca": tt.make_method("bca", settings={"mean_count": 5, "prior_threshold": 0.3}),
     "dota": DOTA(refresh=3),
     "dota, one covariance": DOTA(class_memory=0),
     "dpe": DPE(entropy_threshold=0.3),

@@ -20,7 +20,22 @@ from testtime.methods.dpe import DPE
 from testtime.steppers.gpu import graph
 from testtime.types import FeatureError, Task
 
-METHODS = ("dlae", "dmn", "dota", "dpe", "evidence", "mcp", "mta", "oga", "onzeta", "tda", "tps", "zero", "zeroshot")
+METHODS = (
+    "bca",
+    "dlae",
+    "dmn",
+    "dota",
+    "dpe",
+    "evidence",
+    "mcp",
+    "mta",
+    "oga",
+    "onzeta",
+    "tda",
+    "tps",
+    "zero",
+    "zeroshot",
+)
 
 
 class Total(NamedTuple):

@@ -207,3 +207,25 @@ def test_settings_out_of_range_are_refused_by_name_and_value(name, value):
     with pytest.raises(SettingError) as caught:
         ZERO(**{name: value})
     assert f"{name}={value!r}" in str(caught.value)
+
+
+def test_views_are_sorted_by_tsallis_entropy_if_asked():
+    task, views = noise(views=10)
+    method = ZERO(filter="tsallis", tsallis_q=0.5, gamma=0.1)  # one view votes
+    changed = 0
+    for each in views:
+        shares = [[math.exp(task.scale * float(text @ view)) for text in task.text] for view in each]
+        shares = [[x / sum(row) for x in row] for row in shares]
+        entropies = [(1 - sum(math.sqrt(p) for p in row)) / (0.5 - 1) for row in shares]
+        chosen = shares[entropies.index(min(entropies))]
+        votes = method.step(task, State(), each)[0]
+        assert votes.argmax().item() == largest(chosen) and votes.sum() == 1
+        changed += votes.argmax().item() != ZERO(gamma=0.1).step(task, State(), each)[0].argmax().item()
+    assert changed
+    check_method(method)
+
+
+@pytest.mark.parametrize("order", [0.0, 1.0, -1.0])
+def test_orders_that_tsallis_entropy_does_not_have_are_refused(order):
+    with pytest.raises(SettingError, match="tsallis_q"):
+        ZERO(filter="tsallis", tsallis_q=order)

@@ -56,6 +56,11 @@ def entropy(logits: Tensor) -> Tensor:
     return -(log_p.exp() * log_p).sum(-1)
 
 
+def tsallis_entropy(logits: Tensor, order: float) -> Tensor:
+    """Tsallis entropy of the softmax, of an order above 0 that is not 1: (..., C) -> (...)."""
+    return (1 - (order * logits.log_softmax(-1)).exp().sum(-1)) / (order - 1)
+
+
 def marginal_entropy(logits: Tensor) -> Tensor:
     """Entropy in nats of the softmax averaged over rows: (V, C) -> ()."""
     log_p = logits.log_softmax(-1).logsumexp(0) - math.log(len(logits))

@@ -126,6 +126,7 @@ METHODS: Kind[type[Any]] = Kind(
     "method",
     "testtime.methods",
     {
+        "bca": Entry("testtime.methods.bca:BCA"),
         "ctpt": Entry("testtime.methods.tpt:CTPT"),
         "difftpt": Entry("testtime.methods.difftpt:DiffTPT"),
         "dlae": Entry("testtime.methods.dlae:DLAE"),

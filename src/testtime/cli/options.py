@@ -119,7 +119,7 @@ EncoderName = Annotated[
         "--encoder",
         "-e",
         metavar="NAME",
-        help="offline, open_clip:MODEL/PRETRAINED or hf:REPO; see 'list encoders'.",
+        help="offline, open_clip:MODEL/PRETRAINED or hf:REPO; see 'list encoders'. NAME@bfloat16 computes in bfloat16.",
         autocompletion=encoders,
     ),
 ]

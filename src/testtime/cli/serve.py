@@ -15,6 +15,10 @@ from testtime.cli.terminal import note, out, waiting
 from testtime.errors import InputError, MissingPart
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from testtime.serve.auth import Gate
+    from testtime.serve.front_process import Address
     from testtime.serve.types import Settings
 
 app = typer.Typer()
@@ -96,6 +100,7 @@ def serve(
     from testtime.files import check_folder, locked
     from testtime.serve import logs
     from testtime.serve.auth import Gate, check_bind
+    from testtime.serve.front_process import Address
 
     if log_format not in logs.FORMATS:
         raise InputError(f"Unknown --log-format '{log_format}'. Available: {', '.join(logs.FORMATS)}.")
@@ -121,33 +126,26 @@ def serve(
         if gate.open:
             note("  No token is needed, from this machine alone; 'testtime token add NAME --scope admin' changes that.")
 
-    from testtime.serve.server import bind
-
-    if on is not None:
-        from testtime.cluster.connect import address_of, connected
-
-        if address_of(on) == "local":
-            with bind(host, port) as free:
-                port = free.getsockname()[1]
-        with waiting("connecting to Ray"):
-            context.with_resource(connected(on))
-        from testtime.cluster.serving import Plan, serving, wait_for_signal
-
+    place = Address(str(folder), host, log_format, *tls)
+    if on is None:
+        _serve_here(context, encoder, device, settings, processes, decoders, gate, place, port, announce)
+    else:
         settings = replace(settings, decoders=decoders or settings.decoders)
-        plan = Plan(
-            folder.resolve(), encoder, device, settings, host, port, certificate=tls[0], key=tls[1],
-            log_format=log_format, fronts=processes or 1, min_encoders=running[0], max_encoders=running[1],
-        )  # fmt: skip
-        with waiting(f"starting the encoder {encoder} on Ray"):
-            context.with_resource(serving(plan, stays=address_of(on) != "local"))
-        announce(port)
-        return wait_for_signal()
+        _serve_on_ray(context, on, encoder, device, settings, processes or 1, running, place, port, announce)
 
+
+def _serve_here(
+    context: typer.Context, encoder: str, device: str, settings: Settings, processes: int | None, decoders: int | None,
+    gate: Gate, place: Address, port: int, announce: Callable[[int], None],
+) -> None:  # fmt: skip
+    """Serve from this process, and from those in front of it."""
     from testtime.encoding.encoders import load_encoder
+    from testtime.serve import logs
+    from testtime.serve.server import bind
     from testtime.serve.service import Service
 
-    listener = context.with_resource(bind(host, port))
-    logs.set_up(log_format)
+    listener = context.with_resource(bind(place.host, port))
+    logs.set_up(place.log_format)
     with waiting(f"loading the encoder {encoder}"):
         loaded = load_encoder(encoder, device)
     shared = loaded.device.type != "cpu"  # a GPU encodes more than one process can answer
@@ -155,19 +153,42 @@ def serve(
     decoders = (DECODERS if shared else settings.decoders) if decoders is None else decoders
     announce(listener.getsockname()[1])
     if processes:
-        from testtime.serve.front_process import Address
         from testtime.serve.fronts import Fronts, serve_through
 
-        service = Service(loaded, folder, replace(settings, decoders=0))
-        place = Address(str(folder), host, log_format, *tls)
+        service = Service(loaded, Path(place.folder), replace(settings, decoders=0))
         serve_through(lambda: Fronts(service, listener, processes, decoders, place), service)
     else:
         from testtime.serve.app import make_app
         from testtime.serve.server import configuration, serve_on
 
-        service = Service(loaded, folder, replace(settings, decoders=decoders))
-        made = make_app(service, gate, settings.limits, secure=certificate is not None)
-        serve_on(listener, configuration(made, settings.limits, *tls))
+        service = Service(loaded, Path(place.folder), replace(settings, decoders=decoders))
+        made = make_app(service, gate, settings.limits, secure=place.certificate is not None)
+        serve_on(listener, configuration(made, settings.limits, place.certificate, place.key))
+
+
+def _serve_on_ray(
+    context: typer.Context, on: str, encoder: str, device: str, settings: Settings, fronts: int,
+    encoders: tuple[int, int], place: Address, port: int, announce: Callable[[int], None],
+) -> None:  # fmt: skip
+    """Serve from a Ray cluster, until a signal."""
+    from testtime.cluster.connect import address_of, connected
+    from testtime.serve.server import bind
+
+    if address_of(on) == "local":
+        with bind(place.host, port) as free:
+            port = free.getsockname()[1]
+    with waiting("connecting to Ray"):
+        context.with_resource(connected(on))
+    from testtime.cluster.serving import Plan, serving, wait_for_signal
+
+    plan = Plan(
+        Path(place.folder).resolve(), encoder, device, settings, place.host, port, certificate=place.certificate,
+        key=place.key, log_format=place.log_format, fronts=fronts, min_encoders=encoders[0], max_encoders=encoders[1],
+    )  # fmt: skip
+    with waiting(f"starting the encoder {encoder} on Ray"):
+        context.with_resource(serving(plan, stays=address_of(on) != "local"))
+    announce(port)
+    wait_for_signal()
 
 
 def _encoders(on: str | None, least: int | None, most: int | None) -> tuple[int, int]:

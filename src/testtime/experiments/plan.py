@@ -93,7 +93,9 @@ class Plan:
 
     def method(self, name: str, found: Recipe | None, settings: Mapping[str, object] | None = None) -> Method:
         """A method, written NAME or NAME:PRESET, as the track sets it for a dataset; `settings` take precedence."""
-        name, _, preset = name.partition(":")
+        name, colon, preset = name.partition(":")
+        if colon and not preset:
+            raise InputError(f"'{name}:' names no preset after the colon; write {name}, or {name}:PRESET.")
         if not preset and self.protocol in registry.method_class(name).presets:
             preset = self.protocol
         chosen = recipes.track_settings(name, self.track, found) | dict(settings or {})

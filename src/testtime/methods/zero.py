@@ -7,6 +7,10 @@ Predicted classes are more reliable than their confidences, so the softmax tempe
 confident view casts one whole vote, and the class with most votes wins. Nothing is trained and nothing is
 remembered.
 
+An option after ADTE (Jinx630/ADTE b20efe0c, ICLR 2026): `filter="tsallis"` sorts the views by their Tsallis entropy of
+order `tsallis_q`, 0.5 by default as there. ADTE's own order for each class is left out: its code takes it from a first
+pass over the whole test set, and code and accounts of the paper disagree on its sign.
+
 Departures: at least one view votes, where the released code keeps none of fewer than four. If every view has
 voted, none is left to break a tie, and the lower index wins.
 """
@@ -14,7 +18,7 @@ voted, none is left to break a tie, and the lower index wins.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -70,6 +74,8 @@ class ZERO(Base):
     assumes: ClassVar[tuple[str, ...]] = ("views",)
 
     gamma: float = 0.3  # fraction of the views that vote
+    filter: Literal["shannon", "tsallis"] = "shannon"  # the entropy by which views are sorted
+    tsallis_q: float = 0.5  # order of Tsallis entropy; towards 1 it becomes Shannon's
     # A number makes votes soft: softmax of the cosines over it. Under half-precision autocast the released
     # code does this, with float16's 0.0009765625.
     zero_temperature: str = "hard"
@@ -77,6 +83,7 @@ class ZERO(Base):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(0 < self.gamma <= 1, "gamma", self.gamma, "must lie in (0, 1]")
+        require(0 < self.tsallis_q != 1, "tsallis_q", self.tsallis_q, "must be above 0, and not 1: that is 'shannon'")
         known = isinstance(self.zero_temperature, str) and 0 <= read_temperature(self.zero_temperature) < float("inf")
         wanted = f"must be text: 'hard', a number of 0 (hard) or more, or one of {', '.join(SMALLEST)}"
         require(known, "zero_temperature", self.zero_temperature, wanted)
@@ -87,7 +94,8 @@ class ZERO(Base):
     def step(self, task: Task, state: State, views: Tensor) -> tuple[Tensor, State]:
         # 1. views sorted by confidence; the first ones vote
         logits = task.zero_shot(views)  # (V, C)
-        logits = logits[ops.entropy(logits).argsort(stable=True)]
+        doubt = ops.entropy(logits) if self.filter == "shannon" else ops.tsallis_entropy(logits, self.tsallis_q)
+        logits = logits[doubt.argsort(stable=True)]
         voting = ops.kept(len(views), self.gamma)
         votes = self._votes(logits[:voting] / task.scale)  # (C,)
 
