@@ -47,7 +47,7 @@ def product(x: Tensor, y: Tensor, bias: Tensor | None = None, alpha: float = 1) 
     fast = onednn.gemm() if x.is_cpu and x.dtype == torch.float32 else None
     if fast is not None:
         return fast(x if alpha == 1 else alpha * x, y.T, bias, "none", [], "")
-    return torch.addmm(x.new_zeros(()) if bias is None else bias, x, y, beta=0 if bias is None else 1, alpha=alpha)
+    return (x if alpha == 1 else alpha * x) @ y if bias is None else torch.addmm(bias, x, y, alpha=alpha)
 
 
 def entropy(logits: Tensor) -> Tensor:
