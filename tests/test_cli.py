@@ -155,6 +155,18 @@ def test_recorded_settings_come_from_the_file(cli, tmp_path) -> None:
     assert json.loads(cli("replay", path, "--recorded", "--json").out)["settings"]["alpha"] == 3.5
 
 
+def test_the_recorded_method_is_the_file_s_own_unless_another_is_given(cli, tmp_path) -> None:
+    task, stream, _ = tt.toy(images=6)
+    trace, odd = (
+        tt.save_features(tmp_path / f"{name}.safetensors", stream, task.text, metadata={"method": name})
+        for name in ("DMN-ZS", "nobody")
+    )
+    assert json.loads(cli("replay", trace, "--recorded", "--json").out)["method"] == "dmn"
+    assert json.loads(cli("replay", trace, "--recorded", "--method", "tda", "--json").out)["method"] == "tda"
+    refused = cli("replay", odd, "--recorded")
+    assert refused.code == 2 and "an unknown method, 'nobody'; add --method" in refused.err
+
+
 # run
 
 

@@ -234,8 +234,8 @@ def test_the_command_line_gives_the_stored_logits_and_predictions(trace, recorde
     with pytest.raises(SystemExit) as done:
         main(
             [
-                *("replay", str(trace), "--method", METHODS[facts["method"]].name),
-                *(["--recorded"] if recorded else named),
+                *("replay", str(trace)),
+                *(["--recorded"] if recorded else ["--method", METHODS[facts["method"]].name, *named]),
             ]
             + [*("--dtype", "float64", "--out", str(output), "--json")]
         )

@@ -28,6 +28,7 @@ app = typer.Typer()
 
 @app.command(epilog="Example:  testtime replay photos.safetensors --method dpe --set alpha=4 --json")
 def replay(
+    context: typer.Context,
     file: Annotated[Path, typer.Argument(metavar="FEATURES", help="A feature file, or a folder of shards.")],
     method: options.MethodName = "dpe",
     settings: options.Settings = None,
@@ -37,7 +38,10 @@ def replay(
     reject: options.Reject = False,
     labelled: options.Labelled = 0,
     recorded: Annotated[
-        bool, options.flag("--recorded", help="Use the settings in the file's metadata under 'hp.'.")
+        bool,
+        options.flag(
+            "--recorded", help="Use the method and the settings in the file's metadata; --method and --set go first."
+        ),
     ] = False,
     oracle: Annotated[
         bool,
@@ -77,6 +81,8 @@ def replay(
     store = Features(file)
     distinct({"--out": output, "--report": report}, {"FEATURES": [file, *store.files, file / "index.json"]})
     refuse_existing({"--out": output, "--report": report}, force)
+    if recorded and not options.given(context, "method"):
+        method = replays.recorded_method(store) or method
     chosen = replays.recorded_settings(store, method) if recorded else {}
     made = options.method_of(method, preset, settings, chosen)
     guarded = options.guard_of(guard, guard_settings, reject, labelled)

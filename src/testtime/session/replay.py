@@ -131,6 +131,15 @@ def replay(
     return Replay(logits, predictions, frozen, labels, order, seconds, loading, session, tally, late)
 
 
+def recorded_method(store: Features) -> str:
+    """The method that a trace's metadata names, as its authors may write it; empty if it names none."""
+    told = store.metadata.get("method", "")
+    name = told.lower().replace("-", "").removesuffix("zs")  # DMN-ZS
+    if told and registry.METHODS.known(name) is None:
+        raise InputError(f"--recorded: the file's metadata names an unknown method, '{told}'; add --method NAME.")
+    return name
+
+
 def recorded_settings(store: Features, method: str) -> dict[str, object]:
     """The method's settings that a trace's metadata records under `hp.`, and the length of its stream."""
     facts = {"hp.stream_length": str(len(store))} | store.metadata
