@@ -352,6 +352,8 @@ def test_precision_in_a_name_is_checked() -> None:
     with pytest.raises(SettingError, match="float8 is for .*, not for 'tiny@float8' on cpu"):
         load_encoder("tiny@float8")
     assert load_encoder("tiny@float32", dtype=torch.float32).name == "tiny@float32"
+    with pytest.raises(UnknownName, match="Unknown encoder 'float32'"):
+        load_encoder("float32")
 
 
 def test_weights_are_found_behind_a_name_with_a_precision(tmp_path: Path) -> None:

@@ -183,10 +183,10 @@ def split_precision(encoder: str) -> tuple[str, str]:
     >>> split_precision("open_clip:ViT-B-16/openai@bfloat16"), split_precision("hf:my@folder/clip")
     (('open_clip:ViT-B-16/openai', 'bfloat16'), ('hf:my@folder/clip', ''))
     """
-    name, _, precision = encoder.rpartition("@")
-    if re.fullmatch(r"b?f(loat|p)?[0-9]+|half", precision) and precision not in PRECISIONS:
+    name, at, precision = encoder.rpartition("@")
+    if at and precision not in PRECISIONS and re.fullmatch(r"b?f(loat|p)?[0-9]+|half", precision):
         raise unknown("precision", precision, PRECISIONS, meant="bfloat16" if precision[0] == "b" else None)
-    return (name, precision) if precision in PRECISIONS else (encoder, "")
+    return (name, precision) if at and precision in PRECISIONS else (encoder, "")
 
 
 def method_names() -> list[str]:
