@@ -302,7 +302,7 @@ def test_every_row_that_remembers_is_in_the_table_and_slow_ones_run_on_request()
     assert {row.method for row in rows} == remembering | {"zeroshot"}
     assert {row.text for row in rows} == {"given"}  # one task for all
     assert [row.label for row in selected(find_experiment("streams"), None) if row.invalid] == [
-        *("DOTA", "MCP", "DLAE", "OGA", "OnZeta, length unknown")
+        *("DOTA", "MCP", "DLAE", "OGA", "OnZeta, length unknown", "BCA")
     ]
     assert not any(row.invalid for row in selected(find_experiment("streams"), ["mcp"]))
     assert len(find_experiment("streams").seeds) == 20 and set(SEVERAL + SINGLE) == set(KINDS)

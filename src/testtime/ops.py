@@ -8,14 +8,13 @@ captured and batched.
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from testtime.errors import FeatureError
-from testtime.machine import onednn
 
 # Probabilities and slopes below it count as zero. They change nothing, and become denormals in products, which would
 # slow these down by up to a hundred times.
@@ -42,9 +41,18 @@ def prototypes(x: Tensor) -> Prototypes:
     return Prototypes(x / length, length)
 
 
+def onednn() -> Any:
+    """oneDNN's matrix product; None where torch lacks it.
+
+    `f(x, weight, bias, "none", [], "")` is x weight.T + bias; `f.binary(x, more, weight, bias, "add")` adds a matrix.
+    In float32 torch's own are MKL's, which take twice as long on AMD's processors; in half precision they are oneDNN's.
+    """
+    return getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
+
+
 def product(x: Tensor, y: Tensor, bias: Tensor | None = None, alpha: float = 1) -> Tensor:
     """alpha x y + bias: (M, K), (K, N) and (N,) -> (M, N). Without gradients."""
-    fast = onednn.gemm() if x.is_cpu and x.dtype == torch.float32 else None
+    fast = onednn() if x.is_cpu and x.dtype == torch.float32 else None
     if fast is not None:
         return fast(x if alpha == 1 else alpha * x, y.T, bias, "none", [], "")
     return (x if alpha == 1 else alpha * x) @ y if bias is None else torch.addmm(bias, x, y, alpha=alpha)

@@ -1,7 +1,7 @@
 """CLIP's vision transformer as GEMMs and little else, for a CUDA graph and for a CPU.
 
 It computes what the model's own layers compute, in fewer passes over memory, and compiles only two small kernels on a
-GPU. On a CPU its GEMMs are oneDNN's (`machine.onednn`).
+GPU. On a CPU its GEMMs are oneDNN's (`ops.onednn`).
 
 - queries, keys and values are one GEMM; residual sums are fused into the GEMM before them, and their biases
   accumulate in one vector until a norm reads it;
@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from testtime.machine import onednn
+from testtime import ops
 
 Rows: TypeAlias = tuple[Tensor, Tensor]  # (N, W) in float8, and the scales (N, 1) to multiply them with
 
@@ -71,7 +71,7 @@ class Tower:
             from testtime.encoding import vit_kernels
 
             self.kernels = vit_kernels
-        self.onednn = onednn.gemm() if weights.patch.device.type == "cpu" else None
+        self.onednn = ops.onednn() if weights.patch.device.type == "cpu" else None
         large = [part for block in weights.blocks[:-1] for part in (block.qkv, block.up.weight, block.down.weight)]
         self.float8 = {id(weight): quantise_rows(weight) for weight in large} if float8 else {}
         # sum of the residual stream's biases so far, at each norm
