@@ -4,7 +4,8 @@
 
 `Session.step` with features of one view, after one image of each class, in turns with the products alone: same shapes,
 precision and threads, on random numbers. Medians of the turns. What remains beside the products is `beyond`, in
-ms. It includes what a session does for each answer, whatever the method: that of `zeroshot`.
+ms. It includes what a session does for each answer, whatever the method: that of `zeroshot`. Where a method is fast
+without, only the text's logits count as its product.
 """
 
 from __future__ import annotations
@@ -15,23 +16,20 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from commands import machine
 
 import testtime as tt
+from testtime import registry
 from testtime.ops import product
 
-METHODS: dict[str, tuple[str, dict[str, object]]] = {
-    "zeroshot": ("zeroshot", {}),
-    "dpe": ("dpe", {}),
-    "dlae": ("dlae", {}),
-    "dota": ("dota", {}),
-    "oga": ("oga", {}),
-    "onzeta": ("onzeta", {}),
-    "mcp": ("mcp", {}),
-    "mcp++": ("mcp", {"residual": True}),
-}
+
+def methods() -> dict[str, tuple[str, dict[str, Any]]]:
+    """Every method that tunes no prompts, by its name here, with its settings."""
+    names = [name for name in registry.method_names() if not registry.method_class(name).needs_tower]
+    return {name: (name, {}) for name in names} | {"mcp++": ("mcp", {"residual": True})}
 
 
 def products(classes: int, dim: int) -> dict[str, Callable[[], object]]:
@@ -62,7 +60,7 @@ def products(classes: int, dim: int) -> dict[str, Callable[[], object]]:
         _ = text @ image
 
     found = {"dpe": alignment, "dlae": alignment, "dota": gaussians, "oga": gaussians, "mcp": memories}
-    return {"zeroshot": frozen, "onzeta": frozen, "mcp++": coordinates, **found}
+    return dict.fromkeys(methods(), frozen) | found | {"mcp++": coordinates}
 
 
 def timed(call: Callable[[], object]) -> float:
@@ -80,7 +78,7 @@ def measure(classes: int, dim: int, turns: int) -> dict[str, dict[str, float]]:
     stream = stream[torch.cat([first, others])]
     found: dict[str, dict[str, float]] = {}
     alone = products(classes, dim)
-    for name, (method, settings) in METHODS.items():
+    for name, (method, settings) in methods().items():
         session = tt.Session(task, method, **settings)
         session.scan(stream[:classes])
         alone[name]()

@@ -144,11 +144,12 @@ def test_slow_methods_and_those_that_need_views_are_left_out_and_named(monkeypat
     @dataclass(frozen=True)
     class Viewed(TDA):
         name: ClassVar[str] = "viewed"
+        remembers: ClassVar[bool] = False
         assumes: ClassVar[tuple[str, ...]] = ("views",)
 
     monkeypatch.setitem(registry.METHODS.ours, "viewed", registry.Entry(Viewed))
     names, left_out = leaderboard.chosen_methods(None)
-    assert names[0] == "zeroshot" and {"tda", "dpe", "evidence"} <= set(names)
+    assert names[0] == "zeroshot" and {"tda", "dpe", "evidence", "dmn"} <= set(names)
     assert {"tpt", "ctpt", "difftpt", "viewed"} <= left_out.keys() and not set(names) & left_out.keys()
     assert "views" in left_out["viewed"] and "prompt tuning" in left_out["tpt"]
     assert leaderboard.chosen_methods(["viewed"]) == (["zeroshot", "viewed"], {})
@@ -156,12 +157,43 @@ def test_slow_methods_and_those_that_need_views_are_left_out_and_named(monkeypat
         leaderboard.chosen_methods(["tdaa"])
 
 
-def test_a_method_that_would_take_too_long_is_left_out_unless_it_is_named(run, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(leaderboard, "estimate", lambda plan, entries: {"zeroshot": 1.0, "tda": 7300.0})
-    board = run(methods="tda")
-    assert {each["label"] for each in board["entries"]} == {"zeroshot", "tda"} and not board["left_out"]
-    assert leaderboard.slow_methods({"tda": 7300.0, "dpe": 60.0}).keys() == {"tda"}
-    assert "2 h 2 min" in leaderboard.slow_methods({"tda": 7300.0})["tda"]
+def test_slow_methods_run_in_as_many_orders_as_fit_unless_they_are_named(
+    run, cli: Cli, file, tmp_path, monkeypatch
+) -> None:
+    assert leaderboard.affordable({"tda": 6 * 1200.0, "dpe": 60.0, "dota": 11 * 1200.0}, 20) == {"tda": 3, "dota": 0}
+    seconds = {"tda": 2400.0, "dmn": 1e6}
+    monkeypatch.setattr(leaderboard, "chosen_methods", lambda names: (["zeroshot", "tda", "dmn"], {}))
+    monkeypatch.setattr(leaderboard, "estimate", lambda plan, entries: seconds)
+    call = "leaderboard", file, "--streams", "shuffled,4 classes", "--orders", 4, "--out", tmp_path / "slow"
+    done = cli(*call)
+    assert done.code == 0, done.err
+    assert "tda: 2 orders; all 4 orders would take about 40 min here" in done.err and "Left out: dmn: " in done.err
+    board = json.loads((tmp_path / "slow" / "leaderboard.json").read_text())
+    assert {e["label"]: len(e["scores"]) for e in board["entries"]} == {"zeroshot": 4, "tda": 2}
+    assert "277 h 47 min" in board["left_out"]["dmn"]
+    assert "Orders of each stream: 4; of slow methods fewer: tda 2. One view of each image." in remarks(board)
+    rows = standings(board)["one-setting"][ALL]
+    assert all(row["rank"] for row in rows) and {row["label"]: row["cells"] for row in rows} == {
+        "zeroshot": 8,
+        "tda": 4,
+    }
+    # named, they run in all orders
+    assert {len(e["scores"]) for e in run(methods="tda")["entries"]} == {3}
+
+
+def test_who_resumes_gets_the_same_number_of_orders(file: Path, tmp_path: Path, monkeypatch) -> None:
+    plan = Plan(tmp_path, load_encoder("tiny"), (1, 2, 3), report=lambda line: None)
+    (source,) = leaderboard.open_sources(plan, str(file))
+    entries = leaderboard.entries_of(plan, [source], ["zeroshot", "tda"], ["shuffled"])
+    first = leaderboard.estimate(plan, entries)
+    monkeypatch.setattr(leaderboard, "_seconds", None)  # a second measurement would fail
+    assert first and leaderboard.estimate(plan, entries) == first
+    few = leaderboard.shortened(entries, {"tda": 2, "zeroshot": 0})
+    assert [(e.cell.row.label, e.cell.about["orders"]) for e in few] == [("tda", [1, 2])]
+    assert leaderboard.estimate(plan, few)["tda"] < first["tda"]
+    (scores,) = leaderboard.streams.run_cells(plan, [few[0].cell])
+    assert [each["seed"] for each in scores] == [1, 2]
+    assert leaderboard.estimate(plan, few) == {}  # what was run costs nothing
 
 
 def test_streams_are_one_of_a_kind_unless_named() -> None:

@@ -118,12 +118,13 @@ def make(
         opened = [(what, leaderboard.open_sources(plan, what, root)) for what in data]
         entries = leaderboard.entries_of(plan, [each for _, found in opened for each in found], names, kinds, oracle)
         seconds = leaderboard.estimate(plan, entries)
-        if methods is None:
-            left_out |= leaderboard.slow_methods(seconds)
-            entries = [entry for entry in entries if entry.cell.row.label not in left_out]
+        if methods is None and (few := leaderboard.affordable(seconds, len(plan.seeds))):
+            left_out |= _told_slow(few, seconds, len(plan.seeds))
+            entries = leaderboard.shortened(entries, few)
+            seconds = leaderboard.estimate(plan, entries)
         for label, reason in left_out.items():
             note(f"Left out: {label}: {reason}.")
-        _print_estimate({label: each for label, each in seconds.items() if label not in left_out})
+        _print_estimate(seconds)
         if dry_run:
             return
         board = leaderboard.run(plan, opened, entries) | {"left_out": left_out}
@@ -243,6 +244,20 @@ def _reopened(
                 opened[key] = _plan(encoder, device, output, [1], descriptions, source["limit"], executor)
                 found += open_sources(opened[key], what, root)
     return next(iter(opened.values())), found
+
+
+def _told_slow(few: dict[str, int], seconds: dict[str, float], orders: int) -> dict[str, str]:
+    """Why the methods with 0 orders are left out; that the others run in fewer is printed."""
+    from testtime.experiments.tables import duration
+
+    left_out = {}
+    for label, number in few.items():
+        reason = f"all {orders} orders would take about {duration(seconds[label])} here"
+        if number:
+            note(f"{label}: {number} orders; {reason}, and with --methods they run.")
+        else:
+            left_out[label] = f"{reason}; name it with --methods to run it"
+    return left_out
 
 
 def _print_estimate(seconds: dict[str, float]) -> None:

@@ -22,7 +22,7 @@ from testtime import registry
 from testtime.datasets import find_dataset
 from testtime.experiments import streams
 from testtime.experiments.catalogue import Row
-from testtime.experiments.lab import Record, fingerprint, noted
+from testtime.experiments.lab import Record, fingerprint, note, noted
 from testtime.experiments.oracle import oracle_of
 from testtime.experiments.plan import Plan
 from testtime.experiments.recipes import TRACKS
@@ -30,7 +30,6 @@ from testtime.experiments.run import find_columns, find_experiment
 from testtime.experiments.scenarios import KINDS, make_stream
 from testtime.experiments.sources import Source, find_sources
 from testtime.experiments.submission import FORMAT, ORACLE, SCORES, made, package_of
-from testtime.experiments.tables import duration
 from testtime.machine.devices import step_device
 from testtime.machine.threads import workers
 from testtime.session.session import Session
@@ -53,9 +52,10 @@ STREAMS = (
     "domains mixed",
 )
 PROBED = 64  # images that a method is timed on before the start
-LONGEST = 1800.0  # seconds that a method may take which is not named
+LONGEST = 1200.0  # seconds that a method may take which is not named; a slower one runs in fewer orders
+FEWEST = 2  # orders: with one there is no interval
 TUNING = "prompt tuning, which takes hours and needs an encoder; see 'testtime bench systems'"
-VIEWS = "needs several views of an image, and here each has one; name it with --methods to run it"
+VIEWS = "learns from several views of an image alone, and here each has one; name it with --methods to run it"
 
 
 class Entry(NamedTuple):
@@ -80,7 +80,7 @@ def chosen_methods(names: Sequence[str] | None) -> tuple[list[str], dict[str, st
             continue
         if getattr(method, "needs_tower", False):
             left_out[name] = TUNING
-        elif "views" in getattr(method, "assumes", ()):
+        elif "views" in getattr(method, "assumes", ()) and not getattr(method, "remembers", True):
             left_out[name] = VIEWS
         elif name != BASELINE:
             kept.append(name)
@@ -131,34 +131,51 @@ def _in_tracks(plan: Plan, source: Source, label: str, oracle: bool) -> Iterator
 
 
 def estimate(plan: Plan, entries: Sequence[Entry]) -> dict[str, float]:
-    """Seconds that the entries still to run will take, by method, from a few steps of each and the streams' lengths."""
+    """Seconds that the entries still to run will take, by method, from a few steps of each and the streams' lengths.
+
+    The time of a step is kept in the plan's folder: whoever resumes there gets the same estimates.
+    """
     pending = [each.cell for each in entries if not streams.path_of(plan.folder, each.cell).exists()]
-    device, steps, found = step_device(plan.encoder.device), dict[str, float](), dict[str, float]()
+    device, found = step_device(plan.encoder.device), dict[str, float]()
     for cell in pending:
         images = cell.source.load()
         task = images.task.to(device)
-        stream = make_stream(cell.kind, images, plan.seeds[0])
+        orders = cell.about["orders"]
+        stream = make_stream(cell.kind, images, orders[0])
         if isinstance(stream, str):
             continue
-        probe = fingerprint({key: cell.about[key] for key in ("dataset", "encoder", "method", "settings")})
+        probe = {key: cell.about[key] for key in ("dataset", "encoder", "method", "settings")}
+        step = f"step-{fingerprint(probe | {'device': device.type})}"
         try:
-            if probe not in steps:
-                steps[probe] = workers(1).submit(_seconds, Session(task, cell.method), images.features).result()
+            if noted(plan.folder, step) is None:
+                seconds = workers(1).submit(_seconds, Session(task, cell.method), images.features).result()
+                note(plan.folder, step, probe, seconds)
         except MissingPart:
             continue
-        together = min(parallel_steppers(task), len(plan.seeds))
-        seconds = steps[probe] * len(stream.rows) * len(plan.seeds) / together
+        together = min(parallel_steppers(task), len(orders))
+        seconds = (noted(plan.folder, step) or {})["seconds"] * len(stream.rows) * len(orders) / together
         found[cell.row.label] = found.get(cell.row.label, 0.0) + seconds
     return found
 
 
-def slow_methods(seconds: Mapping[str, float]) -> dict[str, str]:
-    """The methods that would take longer than `LONGEST`, which a board leaves out unless they are named, and why."""
-    return {
-        label: f"would take about {duration(each)} here; name it with --methods to run it"
-        for label, each in seconds.items()
-        if each > LONGEST
-    }
+def affordable(seconds: Mapping[str, float], orders: int) -> dict[str, int]:
+    """The slow methods: those for which so many orders would take longer than `LONGEST`, and how many orders do not.
+
+    0: fewer than `FEWEST`, with which a method is left out.
+    """
+    fitting = {label: int(orders * LONGEST / each) for label, each in seconds.items() if each > LONGEST}
+    return {label: number if number >= FEWEST else 0 for label, number in fitting.items()}
+
+
+def shortened(entries: Sequence[Entry], orders: Mapping[str, int]) -> list[Entry]:
+    """The entries, those of some methods with only their first so many orders; none of them with 0."""
+    found = []
+    for entry in entries:
+        about = entry.cell.about
+        seeds = about["orders"][: orders.get(entry.cell.row.label)]
+        if seeds:
+            found.append(entry._replace(cell=entry.cell._replace(about=about | {"orders": seeds})))
+    return found
 
 
 def _seconds(session: Session, features: Tensor) -> float:

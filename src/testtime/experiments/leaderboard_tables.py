@@ -179,13 +179,29 @@ def remarks(board: Record) -> list[str]:
         classes = f", {count(about['classes'], 'class')}" if isinstance(about.get("classes"), int) else ""
         images = f"{about['images']:,} images" if isinstance(about.get("images"), int) else "images"
         lines.append(f"{name}: {images}{classes}, encoder {about['encoder'] or 'unknown'}.")
-    orders = sorted({len(entry["scores"]) for entry in board["entries"]})
-    lines.append(f"Orders of each stream: {' or '.join(map(str, orders))}. One view of each image.")
+    lines.append(f"Orders of each stream: {_orders(board)}. One view of each image.")
     lines += REMARKS
     machines = list(dict.fromkeys(each.get("machine", "") for each in board["made"]))
     lines.append(f"Times are of {'; '.join(machines)}" + ", and not comparable with one another." * (len(machines) > 1))
     lines += [f"Left out: {label}: {reason}." for label, reason in board["left_out"].items()]
     return [*lines, *_not_run(board)]
+
+
+def _orders(board: Record) -> str:
+    """How many orders each stream has, and the methods that have fewer than the others on the same."""
+    most, fewer = dict[tuple[str, str], int](), dict[str, set[int]]()
+    for entry in board["entries"]:
+        place = entry["source"], entry["stream"]
+        most[place] = max(most.get(place, 0), len(entry["scores"]))
+    for entry in board["entries"]:
+        if len(entry["scores"]) < most[entry["source"], entry["stream"]]:
+            fewer.setdefault(entry["label"], set()).add(len(entry["scores"]))
+    named = [f"{label} {_either(numbers)}" for label, numbers in fewer.items()]
+    return _either(set(most.values())) + (f"; of slow methods fewer: {', '.join(named)}" if named else "")
+
+
+def _either(numbers: set[int]) -> str:
+    return " or ".join(map(str, sorted(numbers)))
 
 
 def _not_run(board: Record) -> list[str]:

@@ -133,13 +133,14 @@ def run_cells(plan: Plan, cells: Sequence[Cell]) -> list[list[Record] | str]:
     paths = [path_of(plan.folder, cell) for cell in cells]
     results: dict[int, list[Record] | str] = {}
     if todo := sum(not path.exists() for path in paths):
-        plan.report(f"{todo} of {len(cells)} cells to run, {len(plan.seeds)} orders each")
+        orders = sorted({len(cell.about["orders"]) for cell in cells})
+        plan.report(f"{todo} of {len(cells)} cells to run, {' or '.join(map(str, orders))} orders each")
     report = occasional(plan.report)
 
     def jobs() -> Iterator[Job]:
         for number, (path, cell) in enumerate(zip(paths, cells, strict=True)):
             if path.exists():
-                results[number] = _read(path, len(plan.seeds))
+                results[number] = _read(path, cell)
                 continue
             try:
                 job = job_of(number, cell, plan, f"cell {number + 1} of {len(cells)}: ", report)
@@ -158,7 +159,7 @@ def run_cells(plan: Plan, cells: Sequence[Cell]) -> list[list[Record] | str]:
         note(plan.folder, path.stem, cost, seconds, made)  # first: a cell has its cost
         record = cell.about | {"version": __version__, "scores": [each.scores for each in ran]}
         files.write_atomic(path, json.dumps(record, indent=1) + "\n")
-        results[number] = _read(path, len(plan.seeds))
+        results[number] = _read(path, cell)
     return [results[number] for number in range(len(cells))]
 
 
@@ -175,7 +176,7 @@ class Ran(NamedTuple):
 def job_of(key: object, cell: Cell, plan: Plan, place: str, report: Callable[[str], None]) -> Job:
     """A cell as a job, which returns what it `Ran`; its images are encoded if need be. `place` begins its reports."""
     what = f"{cell.source.name}, {cell.kind}, {cell.row.label}{', guarded' * cell.guarded}"
-    own = cell.kind, cell.method, cell.guarded, plan.seeds, place + what
+    own = cell.kind, cell.method, cell.guarded, cell.about["orders"], place + what
     return Job(key, what, run_orders, cell.source.locate(), own, Where(step_device(plan.encoder.device), report))
 
 
@@ -242,10 +243,10 @@ def path_of(folder: Path, cell: Cell) -> Path:
     return folder / "cells" / f"{'-'.join(map(slug, parts))}-{fingerprint(cell.about)}.json"
 
 
-def _read(path: Path, orders: int) -> list[Record]:
+def _read(path: Path, cell: Cell) -> list[Record]:
     record = files.parse_json(read_bytes(path), f"{path} (remove it to compute it again)", kind=dict)
     scores = record.get("scores")
-    whole = isinstance(scores, list) and len(scores) == orders
+    whole = isinstance(scores, list) and len(scores) == len(cell.about["orders"])
     if not whole or not all(isinstance(each, dict) and "worst_gap" in each for each in scores):
         raise InputError(f"{path} is damaged; remove it to compute it again.")
     return scores
