@@ -25,7 +25,7 @@ from testtime.errors import ImageError, InputError, MissingPart
 from testtime.images.diffusion import open_variations
 from testtime.types import Encoder, StoredImage, ViewPlan
 
-VIEWS = {"cpu": 64, "cuda": 1024}  # of the images that a task reads together, at most
+VIEWS = 1024  # of the images that a task reads together for a GPU, at most; for a CPU it reads few
 TASKS = 4  # such tasks per worker, at least
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -154,6 +154,6 @@ def placed(device: str, workers: int | None, machines: Sequence[dict[str, float]
 
 
 def _chunk(images: int, plan: ViewPlan, place: Place) -> int:
-    """How many images a task reads: a multiple of those that a GPU encodes together."""
-    most = min(VIEWS[place.device] // plan.total, images // (TASKS * place.workers))
+    """How many images a task reads: a multiple of those that a GPU encodes together; for a CPU, no more than these."""
+    most = min(VIEWS // plan.total, images // (TASKS * place.workers)) if place.gpus else 0
     return MAX_IMAGES * max(1, most // MAX_IMAGES)

@@ -147,10 +147,9 @@ class DOTA(Base):
             kept = kept * (state.counts / counts).to(kept)[:, None, None]
             return kept.baddbmm_((deviation * each[:, :, None].to(kept)).mT, deviation)
         share, top = each.sum(1).topk(min(TOP, len(each)))
-        deviation = (rows - state.mean[top][:, None]).flatten(0, 1)  # (TOP * R, D)
-        added = (deviation * each[top].reshape(-1, 1)).T @ deviation
-        classes = len(counts)
-        return ((1 - share.sum() / classes) * kept + added / classes).to(kept)
+        share, each = share / len(counts), (each[top] / len(counts)).reshape(-1, 1).to(kept)
+        deviation = (rows - state.mean[top][:, None]).flatten(0, 1).to(kept)  # (TOP * R, D)
+        return (kept[0] * (1 - share.sum()).to(kept)).addmm_((deviation * each).T, deviation)[None]
 
     def _refreshed(
         self, state: State, mean: Tensor, covariance: Tensor, due: bool | Tensor
@@ -159,7 +158,8 @@ class DOTA(Base):
         old = state.factor, state.white, state.bias
         if isinstance(due, bool) and not due:
             return old
-        shrunk = (1 - self.epsilon) * covariance.mean(0).double()
+        shared = covariance[0] if len(covariance) == 1 else covariance.mean(0)
+        shrunk = shared.to(torch.float64, copy=True).mul_(1 - self.epsilon)
         shrunk.diagonal().add_(self.epsilon)
         new = self.classifier(mean, torch.linalg.cholesky_ex(shrunk).L.mT.contiguous())
         if isinstance(due, bool):

@@ -144,7 +144,7 @@ class OGA(Base):
             features=put(state.features, 0, label, row[None]),
             entropy=put(state.entropy, 0, label, new_costs[None]),
             mean=put(state.mean, 0, label, new_mean),
-            scatter=state.scatter + (after.T @ after - before.T @ before),
+            scatter=torch.addmm(state.scatter, torch.cat([after, -before]).T, torch.cat([after, before])),
             drift=state.drift + (after.sum(0) - before.sum(0)),
         )
 
@@ -167,7 +167,7 @@ class OGA(Base):
             share, ridge = torch.where(small, 1 / dim, share), torch.where(small, spread / dim, ridge)
             alike = ~(total > JITTER * number)  # features that are all alike leave a scatter of rounding errors
             share, ridge = torch.where(alike, zero, share), torch.where(alike, WIDE, ridge)
-        matrix = torch.where(ready, share, zero) * centred
+        matrix = centred.mul_(torch.where(ready, share, zero))
         matrix.diagonal().add_(torch.where(ready, ridge, 1 / dim))
         if self.inverse == "MoorePenrose":
             values, vectors = torch.linalg.eigh(matrix)
