@@ -15,10 +15,12 @@ from PIL import Image
 from torch.utils.flop_counter import FlopCounterMode
 
 from testtime.cluster.architectures import tower
+from testtime.cluster.encode import Place, _chunk
 from testtime.cluster.figures import ESTIMATE, MEASURED, SCALED, figure, published, stages, utilisation
 from testtime.cluster.planning import GBIT, Cluster, Job, busy, estimate
 from testtime.cluster.simulation import simulate, spread
 from testtime.errors import InputError
+from testtime.types import ViewPlan
 
 ROOT = Path(__file__).parents[1]
 QUIET = 0.03  # closed form against the simulation, without failures: the filling and the end of the pipeline
@@ -139,9 +141,17 @@ def test_half_the_views_halve_the_time_and_the_features_and_float32_doubles_only
 
 
 def test_tasks_are_whole() -> None:
-    job = replace(BILLION, images=64 * BILLION.task_images, shard=1)
+    job = replace(BILLION, images=64 * CLUSTER.task_images(BILLION), shard=1)
     even, odd = (estimate(replace(job, images=n), CLUSTER, LARGE).quiet_seconds for n in (job.images, job.images + 16))
     assert odd - LARGE.startup == pytest.approx(2 * (even - LARGE.startup), rel=0.01)  # one more, and the others wait
+
+
+@pytest.mark.parametrize("gpus, cpus", [(2, 1), (0, 8)])
+def test_tasks_are_as_large_as_those_of_encode(gpus: int, cpus: int) -> None:
+    place = Place(2, "cuda" if gpus else "cpu", cpus, gpus // 2)
+    for views in (1, 8, 64, 2000):
+        planned = Cluster(nodes=2, cores=8, gpus=gpus).task_images(Job(10**6, views, 512))
+        assert planned == _chunk(10**6, ViewPlan(count=views), place)
 
 
 def test_one_thread_writes_however_many_gpus_there_are() -> None:

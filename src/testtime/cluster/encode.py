@@ -18,6 +18,7 @@ import torch
 from PIL import Image
 
 from testtime.cluster.decoding import decoded_blocks, images_of
+from testtime.cluster.planning import TASK_VIEWS
 from testtime.cluster.pool import Pool
 from testtime.encoding.encoders import load_encoder
 from testtime.encoding.stream import MAX_IMAGES, Encoded, stream
@@ -25,7 +26,6 @@ from testtime.errors import ImageError, InputError, MissingPart
 from testtime.images.diffusion import open_variations
 from testtime.types import Encoder, StoredImage, ViewPlan
 
-VIEWS = 1024  # of the images that a task reads together for a GPU, at most; for a CPU it reads few
 TASKS = 4  # such tasks per worker, at least
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -155,5 +155,5 @@ def placed(device: str, workers: int | None, machines: Sequence[dict[str, float]
 
 def _chunk(images: int, plan: ViewPlan, place: Place) -> int:
     """How many images a task reads: a multiple of those that a GPU encodes together; for a CPU, no more than these."""
-    most = min(VIEWS // plan.total, images // (TASKS * place.workers)) if place.gpus else 0
+    most = min(TASK_VIEWS // plan.total, images // (TASKS * place.workers)) if place.gpus else 0
     return MAX_IMAGES * max(1, most // MAX_IMAGES)

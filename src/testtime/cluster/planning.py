@@ -24,7 +24,7 @@ CORES_PER_GPU = 16  # as on the machine that was measured
 GPUS_PER_NODE = 8
 HOST_BYTES = 3e9  # of a worker: Python, torch, CUDA and 1 GiB of decoded images (`stream.DECODED`)
 GBIT = 1e9 / 8
-TASK_VIEWS, TASK_STEP = 1024, 16  # a worker takes images of about so many views together, and so many at least
+TASK_VIEWS, TASK_STEP = 1024, 16  # a GPU's worker takes images of about so many views together; any, so many at least
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,6 @@ class Job:
     def shard_images(self) -> int:
         return min(self.shard, self.images)
 
-    @property
-    def task_images(self) -> int:
-        """Images that a worker takes together, and that are repeated if it dies."""
-        return min(TASK_STEP * max(1, TASK_VIEWS // self.views // TASK_STEP), self.images)
-
 
 @dataclass(frozen=True)
 class Cluster:
@@ -70,6 +65,11 @@ class Cluster:
     @property
     def workers(self) -> int:
         return self.gpus or self.nodes
+
+    def task_images(self, job: Job) -> int:
+        """Images that a worker takes together, and that are repeated if it dies."""
+        together = TASK_VIEWS // job.views // TASK_STEP if self.gpus else 1
+        return min(TASK_STEP * max(1, together), job.images)
 
 
 class Load(NamedTuple):
@@ -175,12 +175,13 @@ def estimate(job: Job, cluster: Cluster, figures: Figures) -> Estimate:
     """The cost of a job, by the closed form."""
     found = loads(job, cluster, figures)
     resources, workers, shared = busy(found), cluster.workers, ("storage", "writ")
-    tasks = math.ceil(job.images / job.task_images)
+    together = cluster.task_images(job)
+    tasks = math.ceil(job.images / together)
     # the stages of a worker for one task: those of the resources that are divided among the workers
     pace = workers * max(resources[name] for name in resources if not name.startswith(shared))
-    task = job.task_images * pace
+    task = together * pace
     writing = job.shard_images * max(job.feature_bytes / figures.write, found[-1].seconds)
-    most = min(math.ceil(tasks / workers) * job.task_images, job.images)  # images of the worker that has the most
+    most = min(math.ceil(tasks / workers) * together, job.images)  # images of the worker that has the most
     running = max(job.images * max(resources.values()), most * pace)
     quiet = figures.startup + running + writing
     lost_by_worker = task / 2 + figures.startup  # half a task, on average

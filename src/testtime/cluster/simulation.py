@@ -99,12 +99,12 @@ class _Worker:
     held: dict[_Block, float] = field(default_factory=dict)  # its blocks, and when their encoding began
 
 
-def _blocks(job: Job, workers: int) -> Iterator[_Block]:
-    left = job.images
+def _blocks(job: Job, cluster: Cluster) -> Iterator[_Block]:
+    left, task = job.images, cluster.task_images(job)
     while left:
-        tasks = max(1, left // (BLOCKS * workers * job.task_images))
-        yield _Block(min(left, tasks * job.task_images))
-        left -= min(left, tasks * job.task_images)
+        images = min(left, task * max(1, left // (BLOCKS * cluster.workers * task)))
+        yield _Block(images)
+        left -= images
 
 
 class _Run:
@@ -125,7 +125,7 @@ class _Run:
             [_Worker(slow[number]) for number in range(count) if number * cluster.nodes // count == node]
             for node in range(cluster.nodes)
         ]
-        self.todo, self.left = _Queue(math.inf, deque(_blocks(job, count))), job.images
+        self.todo, self.left = _Queue(math.inf, deque(_blocks(job, cluster))), job.images
 
     def finish(self) -> Outcome:
         for node in self.nodes:
@@ -203,8 +203,9 @@ class _Run:
     def _return(self, worker: _Worker, block: _Block, began: float) -> None:
         """Put what is left of a block back on the list; its finished tasks are kept."""
         done = min(1.0, max(0.0, self.now - began) / (block.images * self.encoding * worker.slow or 1.0))
-        tasks = math.ceil(block.images / self.job.task_images)
-        kept = min(int(done * tasks), tasks - 1) * self.job.task_images
+        task = self.cluster.task_images(self.job)
+        tasks = math.ceil(block.images / task)
+        kept = min(int(done * tasks), tasks - 1) * task
         self.repeated += done * block.images - kept
         self.left -= kept
         self._give(self.todo, _Block(block.images - kept))
