@@ -23,7 +23,7 @@ from commands import machine
 
 import testtime as tt
 from testtime import registry
-from testtime.ops import product
+from testtime.ops import cholesky, product
 
 
 def methods() -> dict[str, tuple[str, dict[str, Any]]]:
@@ -45,7 +45,7 @@ def products(classes: int, dim: int) -> dict[str, Callable[[], object]]:
         _ = product(text, text.T), product(alike, text), product(alike.T, text)
 
     def gaussians() -> None:  # the covariance, its factor, and the means divided by it
-        _ = few.T @ few, torch.linalg.solve_triangular(torch.linalg.cholesky(square), double.T, upper=False)
+        _ = few.T @ few, torch.linalg.solve_triangular(cholesky(square.clone()).mT, double.T, upper=False)
 
     def memories() -> None:
         weight = uncertain[:, :dim] @ image

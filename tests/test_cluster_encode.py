@@ -96,21 +96,29 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
-def on_ray(workers: int) -> RayStream:
-    return RayStream(workers=workers, dtype=torch.float16)
+def on_ray(workers: int, tasks: bool | None = None) -> RayStream:
+    return RayStream(workers=workers, dtype=torch.float16, tasks=tasks)
 
 
+either = pytest.mark.parametrize("tasks", [False, True], ids=["workers read", "tasks read"])
+
+
+@either
 @pytest.mark.parametrize("workers", [1, 2, 4])
-def test_shards_are_the_bytes_of_the_local_command(cluster, encoder, task, paths, local, tmp_path, workers) -> None:
+def test_shards_are_the_bytes_of_the_local_command(
+    cluster, encoder, task, paths, local, tmp_path, workers, tasks
+) -> None:
     counts: list[int] = []
+    streamed = on_ray(workers, tasks)
     found = encoding.encode(
-        encoder, task, paths, tmp_path, PLAN, shard=SHARD, streamed=on_ray(workers), progress=counts.append
+        encoder, task, paths, tmp_path, PLAN, shard=SHARD, streamed=streamed, progress=counts.append
     )
     assert found == len(paths) and counts == list(range(1, len(paths) + 1))
     assert contents(tmp_path) == local
 
 
-def test_killed_workers_are_replaced(cluster, encoder, task, paths, local, tmp_path, actors) -> None:
+@either
+def test_killed_workers_are_replaced(cluster, encoder, task, paths, local, tmp_path, actors, tasks) -> None:
     killed: list[int] = []
 
     def kill(done: int) -> None:
@@ -119,13 +127,14 @@ def test_killed_workers_are_replaced(cluster, encoder, task, paths, local, tmp_p
             for process in killed:
                 os.kill(process, signal.SIGKILL)
 
-    encoding.encode(encoder, task, paths, tmp_path, PLAN, shard=SHARD, streamed=on_ray(2), progress=kill)
+    encoding.encode(encoder, task, paths, tmp_path, PLAN, shard=SHARD, streamed=on_ray(2, tasks), progress=kill)
     assert len(killed) == 2 and len(actors) == 4
     assert contents(tmp_path) == local
 
 
+@either
 def test_a_lost_machine_without_room_for_another_worker_only_slows(
-    cluster, encoder, task, paths, local, tmp_path, actors
+    cluster, encoder, task, paths, local, tmp_path, actors, tasks
 ) -> None:
     lost: list[str] = []
 
@@ -139,7 +148,7 @@ def test_a_lost_machine_without_room_for_another_worker_only_slows(
             lost.append(node.node_id)
             cluster.remove_node(node, allow_graceful=False)
 
-    encoding.encode(encoder, task, paths, tmp_path, PLAN, shard=SHARD, streamed=on_ray(4), progress=lose)
+    encoding.encode(encoder, task, paths, tmp_path, PLAN, shard=SHARD, streamed=on_ray(4, tasks), progress=lose)
     cluster.add_node(num_cpus=1, object_store_memory=100 * 2**20)
     assert lost
     assert contents(tmp_path) == local
@@ -160,12 +169,15 @@ def test_finished_shards_are_kept(cluster, encoder, task, paths, local, tmp_path
     assert contents(tmp_path) == local
 
 
-def test_images_that_cannot_be_read_are_reported_as_by_the_local_command(cluster, encoder, task, tmp_path) -> None:
+@either
+def test_images_that_cannot_be_read_are_reported_as_by_the_local_command(
+    cluster, encoder, task, tmp_path, tasks
+) -> None:
     paths = sorted(make_folders(tmp_path / "images").rglob("*.png"))
     paths[2].write_text("no image")
     paths[7].unlink()
     skipped: dict[str, list[str]] = {"local": [], "ray": []}
-    for name, streamed in {"local": encoding.stream, "ray": on_ray(1)}.items():
+    for name, streamed in {"local": encoding.stream, "ray": on_ray(1, tasks)}.items():
         encoding.encode(
             encoder, task, paths, tmp_path / name, PLAN, shard=5, on_skip=skipped[name].append, streamed=streamed
         )
@@ -175,7 +187,8 @@ def test_images_that_cannot_be_read_are_reported_as_by_the_local_command(cluster
         encoding.encode(encoder, task, paths, tmp_path / "strict", PLAN, shard=5, streamed=on_ray(1))
 
 
-def test_archives_tables_and_urls_are_read_by_the_tasks(cluster, encoder, task, tmp_path) -> None:
+@either
+def test_archives_tables_and_urls_are_read(cluster, encoder, task, tmp_path, tasks) -> None:
     images = make_folders(tmp_path / "images")
     with tarfile.open(tmp_path / "shard.tar", "w") as tar:
         for path in sorted(images.rglob("*.png")):
@@ -185,7 +198,7 @@ def test_archives_tables_and_urls_are_read_by_the_tasks(cluster, encoder, task, 
     for source in (tmp_path / "shard.tar", tmp_path / "rows.parquet", images.as_uri()):
         paths = open_dataset(source).paths
         made = {}
-        for name, streamed in {"local": encoding.stream, "ray": on_ray(1)}.items():
+        for name, streamed in {"local": encoding.stream, "ray": on_ray(1, tasks)}.items():
             out = tmp_path / f"{Path(str(source)).name}-{name}"
             assert encoding.encode(encoder, task, paths, out, PLAN, shard=5, streamed=streamed) == 12
             made[name] = contents(out)

@@ -30,6 +30,20 @@ def test_entropy_is_minus_sum_p_log_p(dtype):
     assert_close(ops.entropy(logits), -(p * p.log()).sum(-1), "arithmetic")
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("size", [1, 63, 64, 65, 200])
+def test_the_upper_cholesky_factor_gives_the_matrix_back(size, dtype):
+    root = randn(size, size + 3)
+    matrix = (root @ root.T / size + torch.eye(size, dtype=DOUBLE)).to(dtype)
+    upper = ops.cholesky(matrix.clone())
+    assert upper.is_contiguous() and (upper.diagonal() > 0).all() and torch.equal(upper, upper.triu())
+    torch.testing.assert_close(upper.T @ upper, matrix)
+
+
+def test_a_matrix_without_a_cholesky_factor_raises_nothing():
+    assert ops.cholesky(-torch.eye(130, dtype=DOUBLE)).shape == (130, 130)
+
+
 def test_entropy_is_in_nats():
     assert ops.entropy(torch.zeros(8, dtype=DOUBLE)).item() == pytest.approx(math.log(8))
 

@@ -1,4 +1,4 @@
-"""Reading and decoding images in tasks of Ray Data: blocks of decoded images, in the order of the input.
+"""Chunks of the input, and reading and decoding them in tasks of Ray Data: blocks of decoded images, in order.
 
 A block is at most about `BLOCK` bytes, or one image, however many images a task reads; Ray starts no further tasks
 while the blocks that wait fill its memory.
@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 import os
 import pickle
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby, islice
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import pyarrow
@@ -32,23 +32,29 @@ class Decoded(NamedTuple):
     error: str
 
 
-def decoded_blocks(
-    images: Iterable[StoredImage], indices: Sequence[int], chunk: int, cpus: int, tasks: int | None
-) -> Iterator[Any]:
-    """References to blocks of decoded images in order; a task reads those whose index // `chunk` is the same.
+Chunk: TypeAlias = list[tuple[int, StoredImage]]  # images with their positions in the input
 
-    A task reserves `cpus`, and at most `tasks` run at a time.
+
+def chunked(images: Iterable[StoredImage], indices: Iterable[int], size: int) -> Iterator[Chunk]:
+    """Images in order, in chunks of those whose index // `size` is the same."""
+    numbered = zip(indices, images, strict=True)
+    return (list(group) for _, group in groupby(numbered, lambda entry: entry[0] // size))
+
+
+def decoded_blocks(chunks: Iterable[Chunk], cpus: int, tasks: int | None) -> Iterator[Any]:
+    """References to blocks of decoded images in order; a task, which reserves `cpus`, reads a chunk.
+
+    At most so many `tasks` run at a time.
     """
     import ray.data
 
     logging.getLogger("ray.data").setLevel(logging.ERROR)  # it logs the plan of every run
-    rest, chunks = iter(images), []
-    for _, group in groupby(indices, lambda index: index // chunk):
-        numbers = list(group)
-        sources = [pickle.dumps(image) for image in islice(rest, len(numbers))]
-        chunks.append({"index": numbers, "source": sources})
+    rows = [
+        {"index": [index for index, _ in chunk], "source": [pickle.dumps(image) for _, image in chunk]}
+        for chunk in chunks
+    ]
     # not from_arrow, which runs tasks of its own that need CPUs
-    data = ray.data.from_items(chunks, override_num_blocks=len(chunks))
+    data = ray.data.from_items(rows, override_num_blocks=len(rows))
     data.context.enable_progress_bars = False
     data.context.execution_options.preserve_order = True
     data.context.target_max_block_size = BLOCK

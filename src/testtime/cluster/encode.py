@@ -1,6 +1,10 @@
-"""Encoding on Ray: tasks read and decode images, a pool of workers encodes them, and the features come back in order.
+"""Encoding on Ray: a pool of workers encodes images, and the features come back in the order of the input.
 
-    images -> read and decode (tasks, Ray Data) -> views and encoder (workers) -> features, in the order of the input
+    images -> read and decode (tasks of Ray Data) -> views and encoder (workers, each with a GPU) -> features
+    images -> read, decode, views and encoder (workers, each with CPUs) -> features
+
+Without GPUs the workers have all CPUs, and reading is little beside encoding: to read in other processes would only
+move pixels from one to the next.
 
 It takes the place of `encoding.stream.stream`, which each worker runs on its part: the features of an image depend on
 the image, the seed and its index alone, so they are the same bits with any number of workers. Everything else (shards,
@@ -17,7 +21,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from testtime.cluster.decoding import decoded_blocks, images_of
+from testtime.cluster.decoding import chunked, decoded_blocks, images_of
 from testtime.cluster.planning import TASK_VIEWS
 from testtime.cluster.pool import Pool
 from testtime.encoding.encoders import load_encoder
@@ -59,21 +63,26 @@ class Worker:
         if self.variations is not None:
             self.plan = replace(self.plan, variations=open_variations(self.variations, self.encoder.device))
 
-    def work(self, block: Any) -> Block:
-        """The features of a block of decoded images."""
+    def work(self, piece: Any) -> Block:
+        """The features of a chunk of the input, or of a block of decoded images."""
         torch.set_num_threads(self.place.cpus)  # for each of the threads in which Ray calls
-        images = images_of(block)
-        errors = {image.position: image.error for image in images if image.error}
-        readable = [image for image in images if not image.error]
+        images, errors = (piece, {}) if isinstance(piece, list) else _decoded(piece)
         kept, features = [], []
-        pixels = (_named(image.pixels, image.name) for image in readable)
-        for entry in stream(self.encoder, pixels, self.plan, indices=[image.position for image in readable]):
+        indices = [index for index, _ in images]
+        for entry in stream(self.encoder, (image for _, image in images), self.plan, indices=indices):
             if entry.features is None:
                 errors[entry.index] = str(entry.error)
             else:
                 kept.append(entry.index)
                 features.append(entry.features.to(self.dtype).cpu())
         return Block(kept, torch.stack(features).numpy() if features else np.empty(0), errors)
+
+
+def _decoded(block: Any) -> tuple[list[tuple[int, Image.Image]], dict[int, str]]:
+    """The images of a block with their positions, and by position the errors of those that could not be read."""
+    images = images_of(block)
+    readable = [(image.position, _named(image.pixels, image.name)) for image in images if not image.error]
+    return readable, {image.position: image.error for image in images if image.error}
 
 
 def _named(pixels: np.ndarray, name: str) -> Image.Image:
@@ -87,12 +96,14 @@ def _named(pixels: np.ndarray, name: str) -> Image.Image:
 class RayStream:
     """`encoding.stream.stream` on the Ray cluster that this process is connected to.
 
-    The features are returned in `dtype`. By default there is a worker for each GPU, or else for each machine.
+    The features are returned in `dtype`. By default there is a worker for each GPU, or else for each machine, and
+    tasks read where workers have GPUs.
     """
 
     device: str = "auto"  # of the workers
     workers: int | None = None
     dtype: torch.dtype = torch.float32
+    tasks: bool | None = None  # whether tasks of Ray Data read and decode, or workers do
 
     def __call__(
         self, encoder: Encoder, images: Iterable[StoredImage], plan: ViewPlan, *, indices: Sequence[int]
@@ -106,13 +117,15 @@ class RayStream:
         )
         variations = plan.metadata().get("variations")  # opened again by each worker
         sent = encoder.name, replace(plan, variations=None), variations, self.dtype, place
-        # where workers have all CPUs, reading takes none of its own: it is little beside encoding on a CPU
-        reading = (1, None) if place.gpus else (0, place.workers)
         sources = list(images)
         numbered = zip(indices, sources, strict=True)
+        pieces: Iterator[Any] = chunked(sources, indices, _chunk(len(sources), plan, place))
+        if self.tasks or (self.tasks is None and place.gpus):
+            # where workers have all CPUs, tasks must do with none of their own
+            pieces = decoded_blocks(pieces, *((1, None) if place.gpus else (0, place.workers)))
         pool = Pool(lambda: actor.remote(*sent), place.workers)
         try:
-            for block in pool.map(decoded_blocks(sources, indices, _chunk(len(sources), plan, place), *reading)):
+            for block in pool.map(pieces):
                 rows = dict(zip(block.kept, torch.from_numpy(block.features.copy()), strict=True))
                 for index in sorted(rows.keys() | block.errors.keys()):
                     expected, source = next(numbered)

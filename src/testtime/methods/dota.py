@@ -161,7 +161,7 @@ class DOTA(Base):
         shared = covariance[0] if len(covariance) == 1 else covariance.mean(0)
         shrunk = shared.to(torch.float64, copy=True).mul_(1 - self.epsilon)
         shrunk.diagonal().add_(self.epsilon)
-        new = self.classifier(mean, torch.linalg.cholesky_ex(shrunk).L.mT.contiguous())
+        new = self.classifier(mean, ops.cholesky(shrunk))
         if isinstance(due, bool):
             return new
         # always computed: reading `due` would stall the GPU and abort a capture

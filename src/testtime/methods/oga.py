@@ -25,6 +25,7 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from testtime import ops
 from testtime.methods.base import Base, at_least, copied, differ
 from testtime.types import Task
 
@@ -154,7 +155,8 @@ class OGA(Base):
             return state  # nothing was written
         held = state.entropy.isfinite().sum(1)  # (C,)
         number, dim = held.sum(), task.dim
-        centred = torch.addr(state.scatter, state.drift, state.drift / number.clamp_min(1), alpha=-1)  # (n - 1) S
+        drift = state.drift[None]  # (1, D)
+        centred = torch.addmm(state.scatter, drift.T, drift / number.clamp_min(1), alpha=-1)  # (n - 1) S
         degrees = (number - 1).clamp_min(1).double()
         total, ready = centred.trace(), (held > 2).any()
         spread = total / degrees  # the covariance's trace
@@ -174,7 +176,7 @@ class OGA(Base):
             kept = values > dim * torch.finfo(values.dtype).eps * values[-1]  # as torch's pseudo-inverse
             factor = vectors * torch.where(kept, values, torch.inf).rsqrt()  # (D, D)
         else:
-            factor = torch.linalg.cholesky_ex(matrix).L.mT.contiguous()
+            factor = ops.cholesky(matrix)
         return state._replace(factor=factor, white=self._whiten(factor, state.mean.double()))
 
     def _whiten(self, factor: Tensor, rows: Tensor) -> Tensor:
