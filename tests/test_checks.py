@@ -13,7 +13,7 @@ import testtime as tt
 from testtime import checks, registry
 from testtime.datasets import Dataset, open_dataset
 from testtime.encoding.encoders import Deferred
-from testtime.methods.base import Base
+from testtime.methods.base import Base, overwrites
 from testtime.methods.dpe import DPE
 
 CONTEXT_METHODS = {"tpt", "ctpt", "difftpt"}  # need a text tower, checked with one elsewhere
@@ -65,6 +65,61 @@ class Broken(Base):
     def scan(self, task: tt.Task, state: Any, stream: torch.Tensor) -> tuple[torch.Tensor, Any]:
         logits, state = super().scan(task, state, stream)
         return (logits + 1 if self.fault == "scan" else logits), state
+
+
+BUFFER = torch.zeros(8)
+
+
+@dataclass(frozen=True)
+class Placing(Broken):
+    """A method whose step in place has one fault, by name."""
+
+    def step(self, task: tt.Task, state: Any, views: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return task.zero_shot(views[0]), Memory(state.seen + 1)
+
+    def step_in_place(self, task: tt.Task, state: Any, views: torch.Tensor) -> tuple[torch.Tensor, Any, bool]:
+        logits, after = self.step(task, state, views)
+        if self.fault == "logits":
+            logits = logits + 1
+        if self.fault == "buffer":
+            logits = BUFFER.copy_(logits + (state.seen > 10))
+        if self.fault == "views":
+            views.mul_(2)
+        return logits, state if self.fault == "state" else after, self.fault != "learned"
+
+
+class Inherits(Placing):
+    """A step of its own: the inherited one in place is another method's."""
+
+    def step(self, task: tt.Task, state: Any, views: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return task.zero_shot(views[0]) + state.seen, Memory(state.seen + 1)
+
+
+@pytest.mark.parametrize(
+    ("fault", "promise"),
+    [
+        ("logits", "logits of a step"),
+        ("state", "state of a step"),
+        ("learned", "learns where a step does"),
+        ("views", "modify the views"),
+        ("buffer", "modify the logits of the one before"),
+    ],
+)
+def test_a_broken_promise_of_a_step_in_place_is_named(fault: str, promise: str) -> None:
+    task, stream, _ = tt.toy(classes=8, images=20, views=4)
+    with pytest.raises(checks.CheckFailed, match=promise):
+        checks.pure_steps(Placing(fault), task, stream)
+    checks.pure_steps(Placing("none"), task, stream)
+
+
+def test_an_inherited_step_in_place_does_not_replace_a_step_of_ones_own() -> None:
+    task, stream, _ = tt.toy(images=6, views=4)
+    assert overwrites(Placing()) and not overwrites(Inherits())
+    checks.pure_steps(Inherits(), task, stream)
+    odd = tt.toy(images=6, views=1, dim=49)  # rows that are not aligned are stepped one by one
+    found = tt.Session(odd[0], Inherits()).scan(odd[1])
+    frozen = odd[0].zero_shot(odd[1][:, 0])
+    torch.testing.assert_close(found - frozen, torch.arange(6.0)[:, None].expand_as(frozen), atol=1e-3, rtol=0)
 
 
 @pytest.mark.parametrize(

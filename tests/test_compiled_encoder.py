@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
+import pickle
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, normalize
 
 import testtime as tt
-from testtime import load_encoder
+from testtime import load_encoder, registry
 from testtime.encoding import compiled, resnet, vit
 from testtime.encoding import stream as streams
 from testtime.encoding.compiled import Compiled, verified
@@ -320,17 +324,39 @@ def test_on_a_cpu_images_are_encoded_by_our_tower(model: Any) -> None:
     with torch.no_grad():
         expected = normalize(encoder.model.encode_image(pixels), dim=-1)
     torch.testing.assert_close(encoder.encode_images(pixels), expected, atol=1e-5, rtol=0)
-    tower: Any = encoder._on_cpu
-    assert tower is encoder._on_cpu and isinstance(tower, vit.Tower if model is transformer else resnet.Tower)
+    tower: Any = encoder._on_cpu()
+    assert tower is encoder._on_cpu() and isinstance(tower, vit.Tower if model is transformer else resnet.Tower)
+
+
+def test_threads_that_encode_at_once_make_one_tower(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder, made = encoder_of(transformer()), []
+    make = type(encoder).image_tower
+
+    def slowly(self: OpenClip) -> Any:
+        made.append(1)
+        time.sleep(0.05)
+        return make(self)
+
+    monkeypatch.setattr(OpenClip, "image_tower", slowly)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(encoder.encode_images, [torch.zeros(1, 3, 32, 32)] * 4))
+    assert len(made) == 1
+
+
+def test_an_encoder_that_has_encoded_can_be_copied_and_pickled() -> None:
+    encoder, pixels = load_encoder("tiny"), torch.randn(2, 3, 32, 32)
+    rows = encoder.encode_images(pixels)
+    for again in (copy.deepcopy(encoder), pickle.loads(pickle.dumps(encoder))):
+        assert torch.equal(again.encode_images(pixels), rows)
 
 
 def test_transformer_on_a_cpu_calls_one_dnn_where_torch_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     model, pixels = transformer(), torch.randn(2, 3, 32, 32)
     has = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    assert (vit.from_open_clip(model.visual).onednn is not None) == has
+    assert vit.from_open_clip(model.visual).onednn == has
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     without = vit.from_open_clip(model.visual)
-    assert without.onednn is None
+    assert not without.onednn
     with torch.no_grad():
         torch.testing.assert_close(without(pixels), model.encode_image(pixels), atol=1e-5, rtol=0)
 
@@ -352,8 +378,20 @@ def test_precision_in_a_name_is_checked() -> None:
     with pytest.raises(SettingError, match="float8 is for .*, not for 'tiny@float8' on cpu"):
         load_encoder("tiny@float8")
     assert load_encoder("tiny@float32", dtype=torch.float32).name == "tiny@float32"
+    assert load_encoder("tiny", dtype=torch.float32).name == "tiny"
+    assert load_encoder("tiny:3", dtype=torch.bfloat16).name == "tiny:3@bfloat16"  # as if the name had said it
     with pytest.raises(UnknownName, match="Unknown encoder 'float32'"):
         load_encoder("float32")
+
+
+def test_a_precision_for_an_encoder_whose_name_is_fixed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fixed:
+        name = property(lambda self: "fixed")
+
+    monkeypatch.setitem(registry.ENCODERS.ours, "fixed", registry.Entry(lambda rest, device, dtype: Fixed()))
+    assert load_encoder("fixed").name == "fixed"
+    with pytest.raises(SettingError, match="'fixed' has a fixed name, .*leave out the one in 'fixed@bfloat16'"):
+        load_encoder("fixed@bfloat16")
 
 
 def test_weights_are_found_behind_a_name_with_a_precision(tmp_path: Path) -> None:

@@ -160,7 +160,6 @@ def test_slow_methods_and_those_that_need_views_are_left_out_and_named(monkeypat
 def test_slow_methods_run_in_as_many_orders_as_fit_unless_they_are_named(
     run, cli: Cli, file, tmp_path, monkeypatch
 ) -> None:
-    assert leaderboard.affordable({"tda": 6 * 1200.0, "dpe": 60.0, "dota": 11 * 1200.0}, 20) == {"tda": 3, "dota": 0}
     seconds = {"tda": 2400.0, "dmn": 1e6}
     monkeypatch.setattr(leaderboard, "chosen_methods", lambda names: (["zeroshot", "tda", "dmn"], {}))
     monkeypatch.setattr(leaderboard, "estimate", lambda plan, entries: seconds)
@@ -171,7 +170,7 @@ def test_slow_methods_run_in_as_many_orders_as_fit_unless_they_are_named(
     board = json.loads((tmp_path / "slow" / "leaderboard.json").read_text())
     assert {e["label"]: len(e["scores"]) for e in board["entries"]} == {"zeroshot": 4, "tda": 2}
     assert "277 h 47 min" in board["left_out"]["dmn"]
-    assert "Orders of each stream: 4; of slow methods fewer: tda 2. One view of each image." in remarks(board)
+    assert "Orders of each stream: 4; fewer of tda 2. One view of each image." in remarks(board)
     rows = standings(board)["one-setting"][ALL]
     assert all(row["rank"] for row in rows) and {row["label"]: row["cells"] for row in rows} == {
         "zeroshot": 8,
@@ -181,6 +180,14 @@ def test_slow_methods_run_in_as_many_orders_as_fit_unless_they_are_named(
     assert {len(e["scores"]) for e in run(methods="tda")["entries"]} == {3}
 
 
+@pytest.mark.parametrize(("threads", "orders"), [(1, {"tda": 3, "dota": 0}), (2, {"tda": 2, "dota": 0}), (16, {})])
+def test_fewer_orders_are_whole_rounds_of_the_cores(tmp_path: Path, monkeypatch, threads, orders) -> None:
+    monkeypatch.setattr(leaderboard, "parallel_steppers", lambda device: threads)
+    plan = Plan(tmp_path, load_encoder("tiny"), tuple(range(20)))
+    found = leaderboard.affordable(plan, {"tda": 6 * 1200.0, "dpe": 60.0, "dota": 15 * 1200.0})
+    assert found == (orders or {"tda": 0, "dota": 0})  # two rounds of 16: either is longer than the limit
+
+
 def test_who_resumes_gets_the_same_number_of_orders(file: Path, tmp_path: Path, monkeypatch) -> None:
     plan = Plan(tmp_path, load_encoder("tiny"), (1, 2, 3), report=lambda line: None)
     (source,) = leaderboard.open_sources(plan, str(file))
@@ -188,12 +195,15 @@ def test_who_resumes_gets_the_same_number_of_orders(file: Path, tmp_path: Path, 
     first = leaderboard.estimate(plan, entries)
     monkeypatch.setattr(leaderboard, "_seconds", None)  # a second measurement would fail
     assert first and leaderboard.estimate(plan, entries) == first
-    few = leaderboard.shortened(entries, {"tda": 2, "zeroshot": 0})
+    few = leaderboard.shortened(plan, entries, {"tda": 2, "zeroshot": 0})
     assert [(e.cell.row.label, e.cell.about["orders"]) for e in few] == [("tda", [1, 2])]
     assert leaderboard.estimate(plan, few)["tda"] < first["tda"]
     (scores,) = leaderboard.streams.run_cells(plan, [few[0].cell])
     assert [each["seed"] for each in scores] == [1, 2]
     assert leaderboard.estimate(plan, few) == {}  # what was run costs nothing
+    # and is kept, whatever the number of orders is the next time
+    for number in (0, 1, 3):
+        assert leaderboard.shortened(plan, entries, {"tda": number, "zeroshot": 0}) == few
 
 
 def test_streams_are_one_of_a_kind_unless_named() -> None:

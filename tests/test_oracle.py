@@ -11,6 +11,7 @@ from tolerances import assert_close
 from testtime import InputError, registry, save_features, toy
 from testtime.encoding.store import Features
 from testtime.experiments import oracle
+from testtime.methods.base import advance
 from testtime.methods.dmn import DMN
 from testtime.methods.mcp import MCP
 from testtime.methods.tda import TDA
@@ -60,15 +61,18 @@ def test_the_best_weight_wins_and_ties_go_to_the_smallest():
     assert torch.equal(logits, text + 0.3 * memory)
 
 
-def test_step_and_scan_of_the_parts_agree():
+@pytest.mark.parametrize("parts", [oracle.DMNOracle(), oracle.MCPOracle()], ids=["dmn", "mcp"])
+def test_step_and_scan_of_the_parts_agree(parts):
     task, stream, _ = toy(images=20, views=3)
-    parts = oracle.DMNOracle()
+    number = 1 + len(parts.searched)
     scores, _ = parts.scan(task, parts.init(task), stream)
-    state = parts.init(task)
+    state, placed = parts.init(task), parts.init(task)
     for views, expected in zip(stream, scores, strict=True):
         score, state = parts.step(task, state, views)
+        assert torch.equal(score, expected) and len(score) == number * task.classes
+        score, placed, _ = advance(parts, task, placed, views)  # as steppers do
         assert torch.equal(score, expected)
-    assert_close(scores.sum(1), torch.full((20,), 2.0), "stream")  # two distributions
+    assert_close(scores.sum(1), torch.full((20,), float(number)), "stream")  # distributions
 
 
 def test_every_output_says_that_it_is_an_oracle(cli, path, tmp_path):

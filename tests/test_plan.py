@@ -48,6 +48,9 @@ def test_operations_and_weights_are_those_that_torch_counts(model) -> None:
 
 def test_a_model_may_be_named_as_an_encoder_is() -> None:
     assert tower("open_clip:ViT-B-16/openai") == tower("ViT-B-16")
+    assert published("ViT-B-16@float16", "h200").encode == published("ViT-B-16", "h200").encode
+    with pytest.raises(InputError, match="leave out @float8, or measure with --here"):
+        published("ViT-B-16@float8", "h200")
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def finite_logits(method: Method, task: Task, stream: Tensor) -> None:
 
 
 def pure_steps(method: Method, task: Task, stream: Tensor) -> None:
-    """A step does not modify its state and views, and gives the same answer twice, and in place if it can."""
+    """A step does not modify its state and views, and gives the same answer twice, and in place if it can do that."""
     state = Session(task, method)
     state.scan(stream[: len(stream) // 2])
     before, views = state.state, stream[-1]
@@ -74,9 +74,12 @@ def pure_steps(method: Method, task: Task, stream: Tensor) -> None:
     _expect(torch.equal(first, second), "the same step gives the same logits")
     _expect(all(map(torch.equal, leaves(after), leaves(again))), "the same step gives the same state")
     logits, placed, learned = advance(method, task, copied(before), views)
-    _expect(torch.equal(first, logits), "a step in place gives the same logits")
-    _expect(all(map(torch.equal, leaves(after), leaves(placed))), "a step in place gives the same state")
+    _expect(torch.equal(first, logits), "a step in place gives the logits of a step")
+    _expect(all(map(torch.equal, leaves(after), leaves(placed))), "a step in place gives the state of a step")
     _expect(bool(learned) == bool(method.learned(before, after)), "a step in place learns where a step does")
+    advance(method, task, placed, views)
+    _expect(torch.equal(first, logits), "a step in place does not modify the logits of the one before")
+    _expect(torch.equal(views, kept_views), "a step in place does not modify the views")
 
 
 def exact_resume(method: Method, task: Task, stream: Tensor) -> None:
@@ -194,7 +197,8 @@ def check_method(method: Method, task: Task | None = None, stream: Tensor | None
 def reloads_by_name(encoder: Encoder, pixels: Tensor, texts: Sequence[str]) -> None:
     """`load_encoder` makes the same encoder from its name."""
     try:
-        again = load_encoder(encoder.name, encoder.device, getattr(encoder, "dtype", None))
+        dtype = None if registry.split_precision(encoder.name)[1] else getattr(encoder, "dtype", None)
+        again = load_encoder(encoder.name, encoder.device, dtype)
     except InputError as problem:
         raise CheckFailed(f"an encoder's name loads it again; {problem}") from problem
     _expect(again.name == encoder.name, f"an encoder's name loads it again; '{encoder.name}' loads '{again.name}'")

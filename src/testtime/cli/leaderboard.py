@@ -118,9 +118,9 @@ def make(
         opened = [(what, leaderboard.open_sources(plan, what, root)) for what in data]
         entries = leaderboard.entries_of(plan, [each for _, found in opened for each in found], names, kinds, oracle)
         seconds = leaderboard.estimate(plan, entries)
-        if methods is None and (few := leaderboard.affordable(seconds, len(plan.seeds))):
+        if methods is None and (few := leaderboard.affordable(plan, seconds)):
             left_out |= _told_slow(few, seconds, len(plan.seeds))
-            entries = leaderboard.shortened(entries, few)
+            entries = leaderboard.shortened(plan, entries, few)
             seconds = leaderboard.estimate(plan, entries)
         for label, reason in left_out.items():
             note(f"Left out: {label}: {reason}.")

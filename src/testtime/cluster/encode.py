@@ -167,6 +167,9 @@ def placed(device: str, workers: int | None, machines: Sequence[dict[str, float]
 
 
 def _chunk(images: int, plan: ViewPlan, place: Place) -> int:
-    """How many images a task reads: a multiple of those that a GPU encodes together; for a CPU, no more than these."""
-    most = min(TASK_VIEWS // plan.total, images // (TASKS * place.workers)) if place.gpus else 0
+    """How many images a task reads: a multiple of those that a GPU encodes together.
+
+    For CPUs, as few as keep them busy: two chunks are in work at a time, and an image of one view occupies one CPU.
+    """
+    most = min(TASK_VIEWS // plan.total, images // (TASKS * place.workers)) if place.gpus else place.cpus
     return MAX_IMAGES * max(1, most // MAX_IMAGES)

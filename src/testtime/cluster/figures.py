@@ -15,7 +15,7 @@ from typing import Any
 
 from testtime.cluster.architectures import Tower, tower
 from testtime.errors import InputError
-from testtime.registry import unknown
+from testtime.registry import split_precision, unknown
 
 LAUNCH = 64  # views that the figures of `stages.json` are for
 MEASURED, SCALED, ESTIMATE = "measured", "scaled", "estimate"
@@ -74,6 +74,10 @@ def published(model: str, gpu: str, augmix: bool = False) -> Figures:
     """The figures of a model on a GPU, from the data file."""
     if gpu not in gpus():
         raise unknown("GPU", gpu, gpus())
+    if (precision := split_precision(model)[1]) not in ("", "float16"):
+        raise InputError(
+            f"--model {model}: the figures are of float16; leave out @{precision}, or measure with --here."
+        )
     sizes, here, notes = tower(model), stages()["measured_gpu"], []
     encode, kind, note = _encode(sizes)
     notes += [note] if note else []

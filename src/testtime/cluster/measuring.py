@@ -25,6 +25,7 @@ from PIL import Image
 from testtime.cluster.figures import Figures
 from testtime.encoding.compiled import Compiled
 from testtime.encoding.encode import DTYPES
+from testtime.encoding.encoders import DTYPES as PRECISE
 from testtime.encoding.encoders import load_encoder
 from testtime.encoding.encoders.open_clip import PRECISIONS, OpenClip, build, make_preprocess
 from testtime.encoding.store import save_features
@@ -39,6 +40,7 @@ from testtime.machine.devices import find_device
 from testtime.machine.lean_open_clip import open_clip
 from testtime.machine.threads import workers
 from testtime.ops import unit
+from testtime.registry import split_precision
 from testtime.types import Encoder, ViewPlan
 
 EXTENT = (500, 375)  # pixels of the synthetic photographs, as in the benchmarks
@@ -81,13 +83,16 @@ def measure(
 
 def _encoder(model: str, device: str) -> Encoder:
     """An encoder by its name, or an open_clip model with random weights, which cost the same."""
-    if model not in open_clip.list_models():
+    name, precision = split_precision(model)
+    if name not in open_clip.list_models():
         return load_encoder(model, device)
     where = find_device(device)
-    dtype = torch.float16 if where.type == "cuda" else torch.float32
-    made = build(model, PRECISIONS[dtype])
+    dtype = PRECISE[precision or ("float16" if where.type == "cuda" else "float32")]
+    if dtype not in PRECISIONS:
+        raise InputError(f"--model {model}: random weights are measured in {', '.join(map(str, PRECISIONS))}.")
+    made = build(name, PRECISIONS[dtype])
     preprocess = make_preprocess(vars(open_clip.transform.PreprocessCfg(size=made.visual.image_size)))
-    return OpenClip(model, made, open_clip.get_tokenizer(model), preprocess, where, dtype)
+    return OpenClip(model, made, open_clip.get_tokenizer(name), preprocess, where, dtype)
 
 
 def _weight_bytes(encoder: Any) -> float:
@@ -209,7 +214,7 @@ def _write_rate(encoder: Encoder, plan: ViewPlan, dtype: str, folder: Path) -> f
 def _startup(model: str, image: Path, device: str, folder: Path) -> float:
     """Seconds of `testtime encode` for one image; with random weights, which no command loads, of making the model."""
     began = time.perf_counter()
-    if model in open_clip.list_models():
+    if split_precision(model)[0] in open_clip.list_models():
         _encoder(model, device)
         return time.perf_counter() - began
     words = ["encode", image, "--classes", "cat,dog", "--encoder", model, "--device", device]

@@ -68,7 +68,7 @@ class Cluster:
 
     def task_images(self, job: Job) -> int:
         """Images that a worker takes together, and that are repeated if it dies."""
-        together = TASK_VIEWS // job.views // TASK_STEP if self.gpus else 1
+        together = (TASK_VIEWS // job.views if self.gpus else self.cores) // TASK_STEP
         return min(TASK_STEP * max(1, together), job.images)
 
 

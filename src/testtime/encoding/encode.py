@@ -19,7 +19,7 @@ from testtime.types import Encoder, InputError, StoredImage, Task, ViewPlan
 DTYPES = {"float16": torch.float16, "float32": torch.float32}
 Report: TypeAlias = Callable[[str], None] | None
 Progress: TypeAlias = Callable[[int], None] | None
-RECIPE = 1  # version of views and features: incremented whenever the same images give other numbers
+RECIPE = 1  # version of views and features: incremented when the same images give other numbers, beyond rounding
 
 
 class Streamed(Protocol):

@@ -1,7 +1,7 @@
-"""CLIP's ResNet for a CUDA graph: every convolution is one call, fused with its norm, residual sum and ReLU.
+"""CLIP's ResNet for a CUDA graph, and for a CPU: every convolution is one call, fused with its norm.
 
-Batch norms are folded into the convolutions before them; cuDNN adds the residual and applies the ReLU as it writes the
-result. In the attention pooling at the end, only the first token's output is computed.
+Batch norms are folded into the convolutions before them; on a GPU, cuDNN adds the residual and applies the ReLU as it
+writes the result. In the attention pooling at the end, only the first token's output is computed.
 """
 
 from __future__ import annotations

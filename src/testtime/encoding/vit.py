@@ -71,7 +71,7 @@ class Tower:
             from testtime.encoding import vit_kernels
 
             self.kernels = vit_kernels
-        self.onednn = ops.onednn() if weights.patch.device.type == "cpu" else None
+        self.onednn = weights.patch.device.type == "cpu" and ops.onednn() is not None
         large = [part for block in weights.blocks[:-1] for part in (block.qkv, block.up.weight, block.down.weight)]
         self.float8 = {id(weight): quantise_rows(weight) for weight in large} if float8 else {}
         # sum of the residual stream's biases so far, at each norm
@@ -131,11 +131,11 @@ class Tower:
         """x weight.T + bias, in float8 for rows in float8."""
         if not isinstance(x, Tensor):
             return scaled_gemm(x, self.float8[id(weight)], bias)
-        return self.onednn(x, weight, bias, "none", [], "") if self.onednn else F.linear(x, weight, bias)
+        return ops.onednn()(x, weight, bias, "none", [], "") if self.onednn else F.linear(x, weight, bias)
 
     def _add(self, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
         """x + y weight.T, maybe in place."""
-        return self.onednn.binary(y, x, weight, None, "add") if self.onednn else x.addmm_(y, weight.T)
+        return ops.onednn().binary(y, x, weight, None, "add") if self.onednn else x.addmm_(y, weight.T)
 
     def _norm(self, x: Tensor, offset: Tensor, norm: nn.LayerNorm, float8: bool = False) -> Any:
         """The norm of x (N, W) plus an offset (W,); with `float8`, as from `quantise_rows`."""

@@ -9,6 +9,7 @@ Cells are the stream lab's own, in the same folder: what was run for either is n
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -22,7 +23,7 @@ from testtime import registry
 from testtime.datasets import find_dataset
 from testtime.experiments import streams
 from testtime.experiments.catalogue import Row
-from testtime.experiments.lab import Record, fingerprint, note, noted
+from testtime.experiments.lab import Record, fingerprint, note, noted, provenance
 from testtime.experiments.oracle import oracle_of
 from testtime.experiments.plan import Plan
 from testtime.experiments.recipes import TRACKS
@@ -133,9 +134,9 @@ def _in_tracks(plan: Plan, source: Source, label: str, oracle: bool) -> Iterator
 def estimate(plan: Plan, entries: Sequence[Entry]) -> dict[str, float]:
     """Seconds that the entries still to run will take, by method, from a few steps of each and the streams' lengths.
 
-    The time of a step is kept in the plan's folder: whoever resumes there gets the same estimates.
+    The time of a step is kept in the plan's folder: who resumes there, on the same machine, gets the same estimates.
     """
-    pending = [each.cell for each in entries if not streams.path_of(plan.folder, each.cell).exists()]
+    pending = [each.cell for each in entries if not _ran(plan, each)]
     device, found = step_device(plan.encoder.device), dict[str, float]()
     for cell in pending:
         images = cell.source.load()
@@ -144,38 +145,53 @@ def estimate(plan: Plan, entries: Sequence[Entry]) -> dict[str, float]:
         stream = make_stream(cell.kind, images, orders[0])
         if isinstance(stream, str):
             continue
-        probe = {key: cell.about[key] for key in ("dataset", "encoder", "method", "settings")}
-        step = f"step-{fingerprint(probe | {'device': device.type})}"
+        probe = cell.source.about | {key: cell.about[key] for key in ("method", "settings")} | {"device": device.type}
+        step = f"step-{fingerprint(probe | provenance())}"
         try:
             if noted(plan.folder, step) is None:
                 seconds = workers(1).submit(_seconds, Session(task, cell.method), images.features).result()
                 note(plan.folder, step, probe, seconds)
         except MissingPart:
             continue
-        together = min(parallel_steppers(task), len(orders))
-        seconds = (noted(plan.folder, step) or {})["seconds"] * len(stream.rows) * len(orders) / together
+        rounds = math.ceil(len(orders) / parallel_steppers(device))
+        seconds = (noted(plan.folder, step) or {})["seconds"] * len(stream.rows) * rounds
         found[cell.row.label] = found.get(cell.row.label, 0.0) + seconds
     return found
 
 
-def affordable(seconds: Mapping[str, float], orders: int) -> dict[str, int]:
-    """The slow methods: those for which so many orders would take longer than `LONGEST`, and how many orders do not.
+def affordable(plan: Plan, seconds: Mapping[str, float]) -> dict[str, int]:
+    """The slow methods: those for which the plan's orders take longer than `LONGEST`, and how many orders do not.
 
     0: fewer than `FEWEST`, with which a method is left out.
     """
-    fitting = {label: int(orders * LONGEST / each) for label, each in seconds.items() if each > LONGEST}
+    together = parallel_steppers(step_device(plan.encoder.device))
+    rounds = math.ceil(len(plan.seeds) / together)
+    fitting = {label: together * int(rounds * LONGEST / each) for label, each in seconds.items() if each > LONGEST}
     return {label: number if number >= FEWEST else 0 for label, number in fitting.items()}
 
 
-def shortened(entries: Sequence[Entry], orders: Mapping[str, int]) -> list[Entry]:
-    """The entries, those of some methods with only their first so many orders; none of them with 0."""
+def shortened(plan: Plan, entries: Sequence[Entry], orders: Mapping[str, int]) -> list[Entry]:
+    """The entries, those of some methods with only their first so many orders; none of them with 0.
+
+    An entry of such a method that was run in some orders keeps these, the most of them if it was run several times.
+    """
     found = []
     for entry in entries:
-        about = entry.cell.about
-        seeds = about["orders"][: orders.get(entry.cell.row.label)]
-        if seeds:
-            found.append(entry._replace(cell=entry.cell._replace(about=about | {"orders": seeds})))
-    return found
+        seeds = entry.cell.about["orders"]
+        if (number := orders.get(entry.cell.row.label)) is not None:
+            fewer = (_with_orders(entry, seeds[:count]) for count in range(len(seeds), 0, -1))
+            found += [next((each for each in fewer if _ran(plan, each)), _with_orders(entry, seeds[:number]))]
+        else:
+            found.append(entry)
+    return [entry for entry in found if entry.cell.about["orders"]]
+
+
+def _with_orders(entry: Entry, orders: Sequence[int]) -> Entry:
+    return entry._replace(cell=entry.cell._replace(about=entry.cell.about | {"orders": list(orders)}))
+
+
+def _ran(plan: Plan, entry: Entry) -> bool:
+    return streams.path_of(plan.folder, entry.cell).exists()
 
 
 def _seconds(session: Session, features: Tensor) -> float:

@@ -42,7 +42,8 @@ REMARKS = (
     "Against zero-shot: paired differences on the same cells, with 95% t intervals. Only orders are random, so the "
     "variance is taken over the orders of each stream, with Satterthwaite's degrees of freedom; the intervals say "
     "nothing about other datasets or streams.",
-    "Ranks: 1, and one more for each method whose whole interval lies above. A method without all cells has no rank.",
+    "Ranks: 1, and one more for each method whose whole interval lies above. A method without all streams has no rank. "
+    "One in fewer orders has a wider interval, so fewer methods rank before it, and its worst cell is of fewer draws.",
 )
 
 
@@ -197,7 +198,7 @@ def _orders(board: Record) -> str:
         if len(entry["scores"]) < most[entry["source"], entry["stream"]]:
             fewer.setdefault(entry["label"], set()).add(len(entry["scores"]))
     named = [f"{label} {_either(numbers)}" for label, numbers in fewer.items()]
-    return _either(set(most.values())) + (f"; of slow methods fewer: {', '.join(named)}" if named else "")
+    return _either(set(most.values())) + (f"; fewer of {', '.join(named)}" if named else "")
 
 
 def _either(numbers: set[int]) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 from testtime import registry
 from testtime.encoding.store import Features
 from testtime.methods import dmn, mcp
-from testtime.methods.base import Base, copied
+from testtime.methods.base import Base, advance, copied
 from testtime.session import replay as replays
 from testtime.types import InputError, Method, Task
 
@@ -35,8 +35,9 @@ class Oracle(Base):
 
     def scan(self, task: Task, state: Any, stream: Tensor) -> tuple[Tensor, Any]:
         scores = stream.new_empty(len(stream), (1 + len(self.searched)) * task.classes)
+        state = copied(state)
         for row, views in enumerate(stream):
-            scores[row], state = self.step(task, state, views)
+            scores[row], state, _ = advance(self, task, state, views)
         return scores, state
 
     def chosen(self, scores: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Any]]:
@@ -82,16 +83,9 @@ class MCPOracle(Oracle, mcp.MCP):
     name: ClassVar[str] = "mcp (oracle: fusion weights chosen with test labels)"
     searched: ClassVar[tuple[str, ...]] = ("fusion_memory", "fusion_prototype")
 
-    def step(self, task: Task, state: mcp.State, views: Tensor) -> tuple[Tensor, mcp.State]:
-        parts, state = self.parts(task, state, views)
-        return parts.flatten(), state
-
-    def scan(self, task: Task, state: mcp.State, stream: Tensor) -> tuple[Tensor, mcp.State]:
-        state, scores = copied(state), stream.new_empty(len(stream), 3 * task.classes)
-        for row, views in enumerate(stream):
-            parts, state = self.parts(task, state, views, in_place=True)
-            scores[row] = parts.flatten()
-        return scores, state
+    def fused(self, parts: Tensor) -> Tensor:
+        """The parts (3, C) side by side: (3C,)."""
+        return parts.flatten()
 
 
 ORACLES: dict[type[Method], type[Oracle]] = {dmn.DMN: DMNOracle, mcp.MCP: MCPOracle}

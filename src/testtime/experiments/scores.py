@@ -134,7 +134,7 @@ def _published(experiment: Experiment, row: Row, encoder: str, entry: Recipe | N
     backbone = table.backbone(encoder)
     whole = entry is not None and result.get("images", entry.benchmark.images) == entry.benchmark.images
     dataset = entry.name if entry is not None and entry.name in table.columns else table.columns[0]
-    same = whole and backbone == recipes.BACKBONES.get(encoder) and entry is not None and dataset == entry.name
+    same = whole and backbone == recipes.backbone_of(encoder) and entry is not None and dataset == entry.name
     spread = table.spread.get(backbone, {}).get(label)
     return {
         "published": table.value(backbone, label, dataset),

@@ -190,7 +190,7 @@ def run_orders(
     images, idle, found = located.images, list[Session](), list[Ran]()
     task = images.task.to(where.device)
     order = partial(_order, kind, method, guarded, images, task, idle)
-    for ran in workers(parallel_steppers(task)).map(order, seeds):
+    for ran in workers(parallel_steppers(task.text.device)).map(order, seeds):
         found.append(ran)
         where.report(f"{what}, {len(found)} of {len(seeds)} orders")
     return found

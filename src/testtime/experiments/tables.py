@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from testtime.experiments.catalogue import EXPERIMENTS
 from testtime.experiments.lab import NOT_RUN, Record
-from testtime.experiments.recipes import BACKBONES, MEANS, published, recipe
+from testtime.experiments.recipes import MEANS, backbone_of, published, recipe
 from testtime.report.data import Grid, Series, Table, TablesReport
 from testtime.report.formatting import count
 
@@ -267,7 +267,7 @@ def _not_comparable(result: Record, encoder: str, rows: Sequence[Record]) -> lis
 
 def shown_name(row: Record) -> str:
     """A row's name. The paper calls its zero-shot classifier CLIP; with any other encoder the name says what ran."""
-    return f"zero-shot ({row['encoder']})" if row["row"] == "CLIP" and row["encoder"] not in BACKBONES else row["row"]
+    return f"zero-shot ({row['encoder']})" if row["row"] == "CLIP" and not backbone_of(row["encoder"]) else row["row"]
 
 
 def duration(seconds: float) -> str:

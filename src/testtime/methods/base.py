@@ -160,8 +160,12 @@ def advance(method: Any, task: Task, state: Any, views: Tensor) -> tuple[Tensor,
 
 
 def overwrites(method: Any) -> bool:
-    """Whether `advance` overwrites the state that it is given."""
-    return hasattr(method, "step_in_place")
+    """Whether `advance` overwrites the state that it is given.
+
+    Not where a class has a `step` of its own, and inherits a `step_in_place` that does something else.
+    """
+    defining = (kind for kind in type(method).__mro__ if vars(kind).keys() & {"step", "step_in_place"})
+    return "step_in_place" in vars(next(defining, object))
 
 
 def leaves(state: Nested) -> list[Tensor]:

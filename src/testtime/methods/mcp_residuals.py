@@ -69,7 +69,8 @@ class Residuals(Base):
         start = at_text = ops.prototypes(task.text)
         at_visual, row, one = ops.prototypes(visual), feature[None], seen.new_ones(())
         uncertain = bank.filled(negative)  # on the CPU, where reading them is free, only these classes are looked at
-        index = uncertain.nonzero()[:, 0] if uncertain.is_cpu else torch.arange(task.classes, device=seen.device)
+        some = uncertain.is_cpu and not uncertain.all()
+        index: Tensor | slice = uncertain.nonzero()[:, 0] if some else slice(None)
         repelling = ops.unit(negative.keys[..., : task.dim][index].sum(1))
         d_text = d_visual = torch.zeros_like(visual) if self.steps > 1 else visual
         m_text = m_visual = None
@@ -85,7 +86,7 @@ class Residuals(Base):
             by_text, by_visual = coordinate_alignment(aligned, image, self.align_temperature, self.align_weight)
             nearness = (image[index] * repelling).sum(1)
             push = seen[index] * self.contrast_weight / seen.sum().clamp_min(1) / (1 - nearness + OFFSET)
-            by_visual.index_add_(0, index, push[:, None] * repelling)
+            by_visual[index] += push[:, None] * repelling
             if self.steps == 1:
                 text = ops.first_step(start, ops.Slope(one, by_logits, row, by_text), for_text)
                 image = ops.first_step(at_visual, ops.Slope(one, by_boost, row, by_visual), for_visual)

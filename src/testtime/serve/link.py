@@ -84,12 +84,14 @@ class Link:
                 self._link.shutdown(socket.SHUT_RDWR)  # which the thread that receives notices
 
     def _receive(self) -> None:
-        with contextlib.suppress(EOFError, OSError):
-            while True:
-                call = Call.of(*receive(self._link, self._memory))  # here: the event loop has enough to do
-                self._loop.call_soon_threadsafe(self._begin, call)
-        with contextlib.suppress(RuntimeError):  # the event loop may have ended before
-            self._loop.call_soon_threadsafe(self._end)
+        try:
+            with contextlib.suppress(EOFError, OSError):
+                while True:
+                    call = Call.of(*receive(self._link, self._memory))  # here: the event loop has enough to do
+                    self._loop.call_soon_threadsafe(self._begin, call)
+        finally:
+            with contextlib.suppress(RuntimeError):  # the event loop may have ended before
+                self._loop.call_soon_threadsafe(self._end)
 
     def _end(self) -> None:
         for task in self._subscriptions.values():

@@ -116,11 +116,16 @@ class Remote(ABC):
 
     async def _keeps_thumbnails(self, name: str) -> bool:
         """Whether a stream keeps thumbnails; asked again now and then, since another may have got its name."""
-        keeps, asked = self._thumbnails.get(name, (False, -KNOWN))
-        if time.monotonic() - asked >= KNOWN:
-            self._thumbnails.pop(name, None)
-            keeps = (await self.stream(name))["thumbnails"]
-            self._thumbnails[name] = keeps, time.monotonic()
+        now, (keeps, asked) = time.monotonic(), self._thumbnails.get(name, (False, -KNOWN))
+        if now - asked >= KNOWN:
+            if name in self._thumbnails:
+                self._thumbnails[name] = keeps, now  # one call asks; those that come meanwhile go by what was known
+            try:
+                keeps = (await self.stream(name))["thumbnails"]
+            except BaseException:
+                self._thumbnails.pop(name, None)
+                raise
+            self._thumbnails[name] = keeps, now
         return keeps
 
 

@@ -116,9 +116,9 @@ def group_key(task: Task, method: Method) -> Hashable:
     return None if fast is None else (fast.module, *(getattr(method, name) for name in fast.group_by))
 
 
-def parallel_steppers(task: Task) -> int:
+def parallel_steppers(device: torch.device) -> int:
     """How many steppers to run at the same time: one per core, or one on a GPU."""
-    return torch.get_num_threads() if task.text.is_cpu else 1
+    return torch.get_num_threads() if device.type == "cpu" else 1
 
 
 def memory_needed(task: Task, method: Method) -> int:

@@ -38,10 +38,11 @@ def sweep(task: Task, methods: Sequence[Method], chunks: Iterable[Tensor]) -> li
     need_single(methods, "A sweep")
     for method in methods:
         method.check(task)
-    groups = grouped(task, methods, parallel_steppers(task))
+    together = parallel_steppers(task.text.device)
+    groups = grouped(task, methods, together)
     steppers = [open_stepper(task, [methods[index] for index in group]) for group in groups]
     # one core per group of runs is more efficient than several cores for each small product
-    each = workers(parallel_steppers(task)).map if len(groups) > 1 < parallel_steppers(task) else map
+    each = workers(together).map if len(groups) > 1 < together else map
     parts: list[list[Tensor]] = [[] for _ in groups]
     count = 0
     for chunk in chunks:

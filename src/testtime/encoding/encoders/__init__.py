@@ -43,8 +43,8 @@ def load_encoder(name: str, device: str | torch.device = "cpu", dtype: torch.dty
     default = torch.float16 if where.type == "cuda" else torch.float32
     make, float8 = ENCODERS.find(prefix), dtype == DTYPES["float8"]
     encoder = make(rest, where, torch.bfloat16 if float8 else dtype or default)
-    if precision:
-        encoder.name = name
+    if precision or dtype not in (None, default):
+        _rename(encoder, name if precision else f"{encoder.name}@{str(dtype).removeprefix('torch.').partition('_')[0]}")
     if float8:
         if hasattr(encoder, "float8"):
             encoder.float8 = True
@@ -52,6 +52,16 @@ def load_encoder(name: str, device: str | torch.device = "cpu", dtype: torch.dty
         if where.type != "cuda" or not getattr(tower, "float8", False):
             raise SettingError(f"float8 is for CLIP's vision transformers on a GPU, not for '{name}' on {where}.")
     return encoder
+
+
+def _rename(encoder: Encoder, name: str) -> None:
+    """Give an encoder a name that says its precision: features of another are not mixed with its."""
+    try:
+        encoder.name = name  # type: ignore[misc]
+    except AttributeError:
+        raise SettingError(
+            f"The encoder '{encoder.name}' has a fixed name, and so no other precision; leave out the one in '{name}'."
+        ) from None
 
 
 class Deferred:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from importlib import import_module
 from types import ModuleType
 
@@ -18,6 +18,8 @@ from testtime.types import InputError, MissingPart, Preprocess
 
 TEXT_BATCH = 256  # sentences per batch
 
+_making = threading.Lock()
+
 
 class TwoTowers(ABC):
     """Unit features of images and texts, from two towers whose features need not be unit length."""
@@ -25,6 +27,7 @@ class TwoTowers(ABC):
     dim: int
     scale: float
     float8 = False  # whether the image tower's large GEMMs are in float8
+    _tower: Callable[[Tensor], Tensor] | None = None  # on a CPU
 
     def __init__(self, name: str, preprocess: Preprocess, device: torch.device, dtype: torch.dtype) -> None:
         self.name, self.preprocess, self.device, self.dtype = name, preprocess, device, dtype
@@ -51,16 +54,19 @@ class TwoTowers(ABC):
         least = COARSE if self.float8 else SAME if single else ALIKE
         return verified(self.fast_tower(self.float8), self.image_features, self, least)
 
-    @cached_property
     def _on_cpu(self) -> Callable[[Tensor], Tensor]:
-        return self.image_tower()
+        """The image tower; made once, whatever the number of threads."""
+        with _making:
+            if self._tower is None:
+                self._tower = self.image_tower()
+            return self._tower
 
     def encode_images(self, pixels: Tensor) -> Tensor:
         """Unit features of preprocessed images: (B, 3, H, W) -> (B, D) float32, on the encoder's device."""
         check_pixels(pixels)
         if len(pixels) == 0:
             return torch.zeros(0, self.dim, device=self.device)
-        tower = self._on_cpu if self.device.type == "cpu" else self.image_features
+        tower = self._on_cpu() if self.device.type == "cpu" else self.image_features
         with torch.inference_mode():
             features = normalize(tower(pixels.to(self.device, self.dtype)).float(), dim=-1)
         return features.clone()  # out of inference mode, so that methods can use it in autograd

@@ -13,7 +13,7 @@ from importlib.resources import files
 from typing import Any, NamedTuple
 
 from testtime.datasets.benchmarks import Benchmark, benchmark, folded
-from testtime.registry import method_class, read_setting, unknown
+from testtime.registry import method_class, read_setting, split_precision, unknown
 from testtime.types import InputError, ViewPlan
 
 TRACKS = ("one-setting", "per-dataset")
@@ -64,13 +64,18 @@ class Published(NamedTuple):
 
     def backbone(self, encoder: str) -> str:
         """The backbone to compare an encoder with: its own, or the table's first."""
-        here = BACKBONES.get(encoder, "")
+        here = backbone_of(encoder)
         return here if here in self.rows else next(iter(self.rows))
 
     def value(self, backbone: str, row: str, column: str) -> float | None:
         """The number of a cell, None if the paper has none."""
         found = self.rows.get(backbone, {}).get(row)
         return None if found is None or column not in self.columns else found[self.columns.index(column)]
+
+
+def backbone_of(encoder: str) -> str:
+    """The paper's name of an encoder's backbone, whatever its precision; empty if it has none."""
+    return BACKBONES.get(split_precision(encoder)[0], "")
 
 
 def recipe(name: str) -> Recipe:
