@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ from testtime.serve.auth import add_token  # noqa: E402
 from testtime.serve.client import Client, ServiceError  # noqa: E402
 from testtime.serve.front_process import Address  # noqa: E402
 from testtime.serve.fronts import Fronts  # noqa: E402
-from testtime.serve.remote import KNOWN  # noqa: E402
+from testtime.serve.remote import KNOWN, Remote  # noqa: E402
 from testtime.serve.service import Service  # noqa: E402
 from testtime.serve.types import Settings  # noqa: E402
 
@@ -96,6 +97,32 @@ def test_answers_and_state_equal_those_of_an_offline_session(server: Running, cl
     assert [answer["confidence"] for answer in answers] == [round(each.confidence, 6) for each in expected]
     assert same(session_of(server.service, "pets"), session)
     assert client.images("pets", limit=1)[0]["thumbnail"] and client.thumbnail("pets", 3)[:2] == b"\xff\xd8"
+
+
+def test_calls_that_come_together_ask_once_more_whether_a_stream_keeps_thumbnails(monkeypatch) -> None:
+    class Elsewhere(Remote):
+        keeps, asked = True, 0
+
+        async def exchange(self, header: dict[str, Any], *parts: Any) -> tuple[dict[str, Any], bytes]:
+            self.asked += 1
+            await asyncio.sleep(0)
+            return ({"result": {"thumbnails": self.keeps}} if self.keeps is not None else {"broken": True}), b""
+
+        subscribe = None
+
+    async def calls() -> None:
+        remote, clock = Elsewhere(Settings()), [0.0]
+        monkeypatch.setattr("testtime.serve.remote.time", SimpleNamespace(monotonic=lambda: clock[0]))
+        assert await remote._keeps_thumbnails("pets")
+        clock[0], remote.asked, remote.keeps = KNOWN, 0, False
+        found = await asyncio.gather(*(remote._keeps_thumbnails("pets") for _ in range(8)))
+        assert remote.asked == 1 and found == [False, *[True] * 7]
+        clock[0], remote.keeps = 2 * KNOWN, None
+        with pytest.raises(RuntimeError, match="its log tells why"):
+            await remote._keeps_thumbnails("pets")
+        assert not remote._thumbnails  # what is not known is asked by every call
+
+    asyncio.run(calls())
 
 
 def test_a_new_stream_of_an_old_name_keeps_thumbnails_only_if_it_says_so(server: Running, client: Client) -> None:
