@@ -160,13 +160,13 @@ def test_slow_methods_and_those_that_need_views_are_left_out_and_named(monkeypat
 def test_slow_methods_run_in_as_many_orders_as_fit_unless_they_are_named(
     run, cli: Cli, file, tmp_path, monkeypatch
 ) -> None:
-    seconds = {"tda": 2400.0, "dmn": 1e6}
+    seconds = {"tda": 1500.0, "dmn": 1e6}
     monkeypatch.setattr(leaderboard, "chosen_methods", lambda names: (["zeroshot", "tda", "dmn"], {}))
     monkeypatch.setattr(leaderboard, "estimate", lambda plan, entries: seconds)
     call = "leaderboard", file, "--streams", "shuffled,4 classes", "--orders", 4, "--out", tmp_path / "slow"
     done = cli(*call)
     assert done.code == 0, done.err
-    assert "tda: 2 orders; all 4 orders would take about 40 min here" in done.err and "Left out: dmn: " in done.err
+    assert "tda: 2 orders; all 4 orders would take about 25 min here" in done.err and "Left out: dmn: " in done.err
     board = json.loads((tmp_path / "slow" / "leaderboard.json").read_text())
     assert {e["label"]: len(e["scores"]) for e in board["entries"]} == {"zeroshot": 4, "tda": 2}
     assert "277 h 47 min" in board["left_out"]["dmn"]
@@ -180,12 +180,12 @@ def test_slow_methods_run_in_as_many_orders_as_fit_unless_they_are_named(
     assert {len(e["scores"]) for e in run(methods="tda")["entries"]} == {3}
 
 
-@pytest.mark.parametrize(("threads", "orders"), [(1, {"tda": 3, "dota": 0}), (2, {"tda": 2, "dota": 0}), (16, {})])
+@pytest.mark.parametrize(("threads", "orders"), [(1, {"tda": 4, "dota": 0}), (2, {"tda": 4, "dota": 2}), (16, {})])
 def test_fewer_orders_are_whole_rounds_of_the_cores(tmp_path: Path, monkeypatch, threads, orders) -> None:
     monkeypatch.setattr(leaderboard, "parallel_steppers", lambda device: threads)
     plan = Plan(tmp_path, load_encoder("tiny"), tuple(range(20)))
-    found = leaderboard.affordable(plan, {"tda": 6 * 1200.0, "dpe": 60.0, "dota": 15 * 1200.0})
-    assert found == (orders or {"tda": 0, "dota": 0})  # two rounds of 16: either is longer than the limit
+    found = leaderboard.affordable(plan, {"tda": 4000.0, "dpe": 60.0, "dota": 11000.0})
+    assert found == (orders or {"tda": 0, "dota": 0})  # two rounds of 16: one takes longer than it may
 
 
 def test_who_resumes_gets_the_same_number_of_orders(file: Path, tmp_path: Path, monkeypatch) -> None:

@@ -53,7 +53,8 @@ STREAMS = (
     "domains mixed",
 )
 PROBED = 64  # images that a method is timed on before the start
-LONGEST = 1200.0  # seconds that a method may take which is not named; a slower one runs in fewer orders
+LONGEST = 900.0  # seconds that a method may take which is not named; a slower one runs in fewer orders
+ROUND = 1200.0  # seconds that its least number of orders may take, one on each core
 FEWEST = 2  # orders: with one there is no interval
 TUNING = "prompt tuning, which takes hours and needs an encoder; see 'testtime bench systems'"
 VIEWS = "learns from several views of an image alone, and here each has one; name it with --methods to run it"
@@ -165,9 +166,12 @@ def affordable(plan: Plan, seconds: Mapping[str, float]) -> dict[str, int]:
     0: fewer than `FEWEST`, with which a method is left out.
     """
     together = parallel_steppers(step_device(plan.encoder.device))
-    rounds = math.ceil(len(plan.seeds) / together)
-    fitting = {label: together * int(rounds * LONGEST / each) for label, each in seconds.items() if each > LONGEST}
-    return {label: number if number >= FEWEST else 0 for label, number in fitting.items()}
+    rounds, found = math.ceil(len(plan.seeds) / together), {}
+    for label, each in seconds.items():
+        if each > LONGEST:
+            number = together * (int(rounds * LONGEST / each) or int(each / rounds <= ROUND))
+            found[label] = number if number >= FEWEST else 0
+    return found
 
 
 def shortened(plan: Plan, entries: Sequence[Entry], orders: Mapping[str, int]) -> list[Entry]:
