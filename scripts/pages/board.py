@@ -14,18 +14,25 @@ HEAD = ["method", "one setting, all datasets", "one setting, Caltech101", "per d
 
 
 def ranks() -> str:
-    """The rank of each method in three tables, with its gain over zero-shot and the interval of that."""
+    """The rank of each method in three tables, with its gain over zero-shot and the interval of that.
+
+    A method that lacks some of the streams has "-".
+    """
     standings = json.loads(BOARD.read_text())["standings"]
     columns = [{row["label"]: row for row in standings[track][cells]} for track, cells in COLUMNS]
     rows = [
-        [label, *(_rank(column.get(label)) for column in columns), f"{100 * row['below']:.0f}%"]
+        [
+            label,
+            *(_rank(column.get(label)) for column in columns),
+            f"{100 * row['below']:.0f}%" if row["whole"] else "-",
+        ]
         for label, row in columns[0].items()
     ]
     return table(HEAD, rows) + "\n"
 
 
 def _rank(row: dict[str, Any] | None) -> str:
-    if row is None:
+    if row is None or row["rank"] is None:
         return "-"
     low, mean, high = (100 * row["gap"][name] for name in ("low", "mean", "high"))
     return f"{row['rank']} ({mean:+.2f}; {low:+.2f} to {high:+.2f})"
