@@ -199,3 +199,9 @@ def test_a_number_that_the_paper_lacks_is_none() -> None:
     table = published()["tab:fine-grained"]
     assert table.value("RN50", "DPE", "caltech101") == 90.83
     assert table.value("RN50", "DMN-ZS", "caltech101") is None and table.value("RN50", "DPE", "imagenet") is None
+
+
+def test_an_encoder_of_another_precision_has_the_same_backbone() -> None:
+    name = "open_clip:ViT-B-16/openai"
+    assert recipes.backbone_of(f"{name}@bfloat16") == recipes.backbone_of(name) == recipes.BACKBONES[name]
+    assert recipes.backbone_of("offline@bfloat16") == ""
