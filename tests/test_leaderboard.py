@@ -176,7 +176,13 @@ def test_slow_methods_run_in_as_many_orders_as_fit_unless_they_are_named(
         "zeroshot": 8,
         "tda": 4,
     }
-    # named, they run in all orders
+    # named, they run in all orders, and what was run is neither left out nor run again
+    assert cli(*call, "--methods", "dmn").code == 0
+    again = cli(*call)
+    assert again.code == 0 and "dmn:" not in again.err and "Left out" not in again.err
+    board = json.loads((tmp_path / "slow" / "leaderboard.json").read_text())
+    assert {e["label"]: len(e["scores"]) for e in board["entries"]} == {"zeroshot": 4, "tda": 4, "dmn": 4}
+    assert not board["left_out"]
     assert {len(e["scores"]) for e in run(methods="tda")["entries"]} == {3}
 
 

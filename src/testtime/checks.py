@@ -197,8 +197,7 @@ def check_method(method: Method, task: Task | None = None, stream: Tensor | None
 def reloads_by_name(encoder: Encoder, pixels: Tensor, texts: Sequence[str]) -> None:
     """`load_encoder` makes the same encoder from its name."""
     try:
-        dtype = None if registry.split_precision(encoder.name)[1] else getattr(encoder, "dtype", None)
-        again = load_encoder(encoder.name, encoder.device, dtype)
+        again = load_encoder(encoder.name, encoder.device)  # the name says the precision too
     except InputError as problem:
         raise CheckFailed(f"an encoder's name loads it again; {problem}") from problem
     _expect(again.name == encoder.name, f"an encoder's name loads it again; '{encoder.name}' loads '{again.name}'")

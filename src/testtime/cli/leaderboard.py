@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,6 +31,7 @@ from testtime.machine.interrupts import on_interrupt
 if TYPE_CHECKING:
     from testtime.experiments.jobs import Executor
     from testtime.experiments.lab import Record
+    from testtime.experiments.leaderboard import Entry
     from testtime.experiments.plan import Plan
 
 app = typer.Typer(
@@ -119,8 +120,8 @@ def make(
         entries = leaderboard.entries_of(plan, [each for _, found in opened for each in found], names, kinds, oracle)
         seconds = leaderboard.estimate(plan, entries)
         if methods is None and (few := leaderboard.affordable(plan, seconds)):
-            left_out |= _told_slow(few, seconds, len(plan.seeds))
             entries = leaderboard.shortened(plan, entries, few)
+            left_out |= _told_slow(few, entries, seconds, len(plan.seeds))
             seconds = leaderboard.estimate(plan, entries)
         for label, reason in left_out.items():
             note(f"Left out: {label}: {reason}.")
@@ -246,17 +247,18 @@ def _reopened(
     return next(iter(opened.values())), found
 
 
-def _told_slow(few: dict[str, int], seconds: dict[str, float], orders: int) -> dict[str, str]:
-    """Why the methods with 0 orders are left out; that the others run in fewer is printed."""
+def _told_slow(slow: Iterable[str], entries: Sequence[Entry], seconds: dict[str, float], orders: int) -> dict[str, str]:
+    """Why slow methods without entries are left out; in how many orders the others run is printed."""
     from testtime.experiments.tables import duration
 
     left_out = {}
-    for label, number in few.items():
+    for label in slow:
         reason = f"all {orders} orders would take about {duration(seconds[label])} here"
-        if number:
-            note(f"{label}: {number} orders; {reason}, and with --methods they run.")
-        else:
+        kept = {len(entry.cell.about["orders"]) for entry in entries if entry.cell.row.label == label}
+        if not kept:
             left_out[label] = f"{reason}; name it with --methods to run it"
+        elif kept != {orders}:  # all of which may have been run before
+            note(f"{label}: {' or '.join(map(str, sorted(kept)))} orders; {reason}, and with --methods they run.")
     return left_out
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from testtime import registry
 from testtime.encoding.store import Features
 from testtime.methods import dmn, mcp
-from testtime.methods.base import Base, advance, copied
+from testtime.methods.base import Base
 from testtime.session import replay as replays
 from testtime.types import InputError, Method, Task
 
@@ -33,12 +33,8 @@ class Oracle(Base):
 
     searched: ClassVar[tuple[str, ...]]  # the settings that are chosen, one for each part after the first
 
-    def scan(self, task: Task, state: Any, stream: Tensor) -> tuple[Tensor, Any]:
-        scores = stream.new_empty(len(stream), (1 + len(self.searched)) * task.classes)
-        state = copied(state)
-        for row, views in enumerate(stream):
-            scores[row], state, _ = advance(self, task, state, views)
-        return scores, state
+    def columns(self, task: Task) -> int:
+        return (1 + len(self.searched)) * task.classes
 
     def chosen(self, scores: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Any]]:
         """Scores (N, C) with the weights that get most images right, ties to the first, and a record of the choice.

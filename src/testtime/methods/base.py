@@ -93,9 +93,13 @@ class Base:
         """Logits (C,) and the next state for one image's unit views (V, D)."""
         raise NotImplementedError
 
+    def columns(self, task: Task) -> int:
+        """How many scores an image has."""
+        return task.classes
+
     def scan(self, task: Task, state: Any, stream: Tensor) -> tuple[Tensor, Any]:
         """Logits (N, C) and the state after N images (N, V, D), one step at a time."""
-        logits, own = stream.new_empty(len(stream), task.classes), overwrites(self)
+        logits, own = stream.new_empty(len(stream), self.columns(task)), overwrites(self)
         state = copied(state) if own else state
         for row, views in enumerate(stream):
             logits[row], state = advance(self, task, state, views)[:2] if own else self.step(task, state, views)

@@ -38,13 +38,15 @@ def load_encoder(name: str, device: str | torch.device = "cpu", dtype: torch.dty
         raise SettingError(f"Encoders compute in {', '.join(DTYPES)}; got {dtype}.")
     if precision and dtype not in (None, DTYPES[precision]):
         raise SettingError(f"'{name}' says {precision}, and dtype is {dtype}; give one of the two.")
-    dtype = DTYPES[precision] if precision else dtype
     where = find_device(device)
     default = torch.float16 if where.type == "cuda" else torch.float32
+    dtype = DTYPES[precision] if precision else dtype or default
     make, float8 = ENCODERS.find(prefix), dtype == DTYPES["float8"]
-    encoder = make(rest, where, torch.bfloat16 if float8 else dtype or default)
-    if precision or dtype not in (None, default):
-        _rename(encoder, name if precision else f"{encoder.name}@{str(dtype).removeprefix('torch.').partition('_')[0]}")
+    encoder = make(rest, where, torch.bfloat16 if float8 else dtype)
+    if precision:
+        _rename(encoder, name)
+    elif dtype != default:
+        _rename(encoder, f"{encoder.name}@{next(key for key, value in DTYPES.items() if value == dtype)}")
     if float8:
         if hasattr(encoder, "float8"):
             encoder.float8 = True
