@@ -251,3 +251,30 @@ print(torch.get_num_threads())
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["1"]
+
+
+def test_a_warm_up_compiles_all_that_a_stream_needs() -> None:
+    code = """
+import gc, torch, testtime as tt
+from numba.core.dispatcher import Dispatcher
+from testtime.steppers import FAST, open_stepper
+
+def compiled():
+    return {each: len(each.signatures) for each in gc.get_objects() if isinstance(each, Dispatcher)}
+
+torch.manual_seed(0)
+text = torch.eye(10, 24)  # each class is sure of its own prototype, and an image of two of them is not
+stream = (text[torch.arange(120) % 10] + 0.97 * text[torch.arange(120) * 7 % 10])[:, None] + 0.01 * torch.randn(120, 3, 24)
+stream, task = torch.nn.functional.normalize(stream, dim=2), tt.Task(text, tuple("abcdefghij"))
+for name in sorted(fast.module.rpartition(".")[2] for fast in FAST if fast.device == "cpu"):
+    stepper = open_stepper(task, [tt.make_method(name)])
+    stepper.warm_up(3)
+    before = compiled()
+    learned = stepper.steps(stream)[1]
+    late = [each.__name__ for each, count in compiled().items() if count > before.get(each, 0)]
+    print(name, bool(learned.any()), late)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert not done.returncode, done.stderr
+    found = done.stdout.splitlines()
+    assert found == ["dmn True []", "dpe True []", "tda True []", "tps False []"]

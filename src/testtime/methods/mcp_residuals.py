@@ -120,7 +120,7 @@ def coordinate_alignment(text: Tensor, visual: Tensor, temperature: float, weigh
     pull = (cosine / temperature).softmax(1)
     pull.diagonal().sub_(1)
     pull *= weight / (temperature * len(pull))
-    along, pull = pull * cosine, pull / lengths
+    along, pull = cosine.mul_(pull), pull.div_(lengths)
     by_text = ops.product(visual, pull).addcmul_(text, along.sum(0) / of_text, value=-1)
     by_visual = ops.product(text, pull.T).addcmul_(visual, along.sum(1) / of_visual, value=-1)
     return by_text, by_visual

@@ -57,9 +57,10 @@ class Stepper(ByImage):
         prob = view_logits.softmax(1).mean(0)
         label, entropy = int(frozen.argmax()), torch.special.entr(prob).sum()
         normalised = entropy / math.log2(task.classes)
-        moderate = [bool((m.neg_entropy_lower < normalised) & (normalised < m.neg_entropy_upper)) for m in self.methods]
+        moderate = [(m.neg_entropy_lower < normalised) & (normalised < m.neg_entropy_upper) for m in self.methods]
+        prices = [torch.where(each, entropy, torch.inf).numpy()[()] for each in moderate]  # infinite: never accepted
         logits = frozen.repeat(len(self.methods), 1)
-        offer = label, feature.numpy(), entropy.numpy()[()], prob.numpy()
+        offer = label, feature.numpy()
 
         # caches change from here on, and nothing can fail midway
         learned = []
@@ -68,10 +69,8 @@ class Stepper(ByImage):
             with loops.rows_restored(changing, label):
                 # 2. offer it to its class's positive cache, and if it is moderately uncertain to the negative one
                 raising, lowering, bounds = self.numbers[s]
-                taken = push(*self.positive[s], *offer[:3]) >= 0
-                if moderate[s]:
-                    taken |= push_negative(self.negative[s], *offer, *bounds)
-                learned.append(taken)
+                taken = push(*self.positive[s], *offer, entropy.numpy()[()]) >= 0
+                learned.append(push_negative(self.negative[s], *offer, prices[s], prob.numpy(), *bounds) or taken)
                 # 3. zero-shot logits, raised by the positive cache and lowered by the negative one
                 add(*self.positive[s], offer[1], *raising, row)
                 subtract(self.negative[s], offer[1], *lowering, row)
