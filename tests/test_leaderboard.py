@@ -17,24 +17,28 @@ from typing import Any, ClassVar
 
 import pytest
 from conftest import Outcome
+from small_data import make_folders
 
 from testtime import load_encoder, registry, save_features, toy
+from testtime.encoding.store import Features
 from testtime.experiments import leaderboard, recipes, sources, submission
 from testtime.experiments.lab import fingerprint
 from testtime.experiments.leaderboard_tables import ALL, remarks, sheets, standings, write_board
 from testtime.experiments.oracle import WEIGHTS
 from testtime.experiments.plan import Plan
-from testtime.experiments.scenarios import KINDS
+from testtime.experiments.scenarios import KINDS, Images, Stream, make_stream
 from testtime.experiments.sources import SINGLE
 from testtime.methods.tda import TDA
+from testtime.metrics import accuracy
+from testtime.session.session import Session
 from testtime.types import InputError
 
 KINDS_RUN = "shuffled,4 classes,open set 30%"
 Cli = Callable[..., Outcome]
 
 
-def write(path: Path, **made: Any) -> Path:
-    task, stream, labels = toy(classes=12, images=120, dim=48, views=1, **made)
+def write(path: Path, views: int = 1, **made: Any) -> Path:
+    task, stream, labels = toy(classes=12, images=120, dim=48, views=views, **made)
     return save_features(
         path, stream, task.text, classnames=task.classnames, labels=labels, metadata={"encoder": "mine"}
     )
@@ -153,6 +157,8 @@ def test_slow_methods_and_those_that_need_views_are_left_out_and_named(monkeypat
     assert {"tpt", "ctpt", "difftpt", "viewed"} <= left_out.keys() and not set(names) & left_out.keys()
     assert "views" in left_out["viewed"] and "prompt tuning" in left_out["tpt"]
     assert leaderboard.chosen_methods(["viewed"]) == (["zeroshot", "viewed"], {})
+    names, left_out = leaderboard.chosen_methods(None, views=2)
+    assert {"viewed", "zero", "tps", "mta"} <= set(names) and set(left_out) == {"tpt", "ctpt", "difftpt"}
     with pytest.raises(InputError, match="Did you mean 'tda'"):
         leaderboard.chosen_methods(["tdaa"])
 
@@ -161,7 +167,7 @@ def test_slow_methods_run_in_as_many_orders_as_fit_unless_they_are_named(
     run, cli: Cli, file, tmp_path, monkeypatch
 ) -> None:
     seconds = {"tda": 1500.0, "dmn": 1e6}
-    monkeypatch.setattr(leaderboard, "chosen_methods", lambda names: (["zeroshot", "tda", "dmn"], {}))
+    monkeypatch.setattr(leaderboard, "chosen_methods", lambda names, views: (["zeroshot", "tda", "dmn"], {}))
     monkeypatch.setattr(leaderboard, "estimate", lambda plan, entries: seconds)
     call = "leaderboard", file, "--streams", "shuffled,4 classes", "--orders", 4, "--out", tmp_path / "slow"
     done = cli(*call)
@@ -170,7 +176,7 @@ def test_slow_methods_run_in_as_many_orders_as_fit_unless_they_are_named(
     board = json.loads((tmp_path / "slow" / "leaderboard.json").read_text())
     assert {e["label"]: len(e["scores"]) for e in board["entries"]} == {"zeroshot": 4, "tda": 2}
     assert "277 h 47 min" in board["left_out"]["dmn"]
-    assert "Orders of each stream: 4; fewer of tda 2. One view of each image." in remarks(board)
+    assert "Orders of each stream: 4; fewer of tda 2." in remarks(board)
     rows = standings(board)["one-setting"][ALL]
     assert all(row["rank"] for row in rows) and {row["label"]: row["cells"] for row in rows} == {
         "zeroshot": 8,
@@ -210,6 +216,41 @@ def test_who_resumes_gets_the_same_number_of_orders(file: Path, tmp_path: Path, 
     # and is kept, whatever the number of orders is the next time
     for number in (0, 1, 3):
         assert leaderboard.shortened(plan, entries, {"tda": number, "zeroshot": 0}) == few
+
+
+def test_methods_get_the_views_that_are_asked_for(run, cli: Cli, tmp_path: Path) -> None:
+    file = write(tmp_path / "four.safetensors", views=4)
+    board = run("--views", 4, methods="zero,tps", data=file)
+    store = Features(file)
+    views, assumed = store.read(0, len(store)), {e["label"]: e["assumes"] for e in board["entries"]}
+    assert store.labels is not None and assumed["zero"] == ["views"]
+    stream = make_stream("shuffled", Images(store.task(), views, store.labels), 1)
+    assert isinstance(stream, Stream) and stream.views.shape == (120, 4, 48)
+    for label in ("zero", "tps"):
+        answers = Session(store.task(), label).scan(stream.views[stream.rows]).argmax(1)
+        assert entry(board, label, "shuffled")["scores"][0]["accuracy"] == accuracy(answers, stream.labels)
+    one = run(methods="tps", data=file, out="one")
+    assert entry(one, "tps", "shuffled")["scores"] != entry(board, "tps", "shuffled")["scores"]
+    both = submission.merge([("four", board), ("one", one)])
+    assert set(submission.shown_names(both["sources"], both["sources"]).values()) == {"four", "four, 4 views"}
+    assert remarks(both)[0].startswith("four, 4 views: 120 images, 12 classes, 4 views of each, encoder mine")
+    # a file says how many views it is of
+    written = tmp_path / "out" / "leaderboard.json"
+    assert cli("leaderboard", "verify", written, "--tolerance", 0, "--out", tmp_path / "v").code == 0
+    for option, words in ((["--views", 5], "has 4 of each image"), (["--augmix"], "leave it out")):
+        refused = cli("leaderboard", file, *option, "--out", tmp_path / "more")
+        assert refused.code == 2 and words in refused.err
+
+
+def test_views_of_images_are_encoded(tmp_path: Path, cli: Cli) -> None:
+    photos = make_folders(tmp_path / "photos")
+    call = "leaderboard", photos, "--encoder", "tiny", "--methods", "zero", "--streams", "shuffled", "--orders", 2
+    for option, shape in ((["--views", 3], (3, False)), (["--views", 3, "--augmix"], (3, True)), ([], (1, False))):
+        assert cli(*call, *option, "--out", tmp_path / "out").code == 0
+        board = submission.read(tmp_path / "out" / "leaderboard.json")
+        assert [submission.views_of(each["about"]) for each in board["sources"].values()] == [shape]
+    refused = cli(*call, "--augmix", "--out", tmp_path / "out")
+    assert refused.code == 2 and "--views N" in refused.err
 
 
 def test_streams_are_one_of_a_kind_unless_named() -> None:

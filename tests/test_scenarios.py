@@ -12,7 +12,7 @@ from testtime.synthetic import toy
 from testtime.types import Task
 
 TASK, VIEWS, LABELS = toy(classes=50, images=1500, dim=96)
-MANY = Images(TASK, VIEWS[:, 0], LABELS, domains=torch.arange(1500) % 3)
+MANY = Images(TASK, VIEWS[:, :1], LABELS, domains=torch.arange(1500) % 3)
 SINGLE = [kind for kind in KINDS if "noise" not in kind]  # the rows of these are of the images
 
 
@@ -37,15 +37,15 @@ def test_a_stream_depends_on_its_kind_and_seed_alone(kind: str) -> None:
     one, again, other = made(kind), made(kind), made(kind, seed=2)
     for first, second in zip(one, again, strict=True):
         assert torch.equal(_tensor(first), _tensor(second))
-    different = one.features[one.rows], other.features[other.rows]
+    different = one.views[one.rows], other.views[other.rows]
     assert different[0].shape != different[1].shape or not torch.equal(*different)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_features_are_unit_rows_and_labels_are_those_of_the_images(kind: str) -> None:
     stream = made(kind)
-    features = stream.features[stream.rows]
-    assert torch.allclose(features.norm(dim=1), torch.ones(len(features)), atol=1e-5)
+    views = stream.views[stream.rows]
+    assert torch.allclose(views.norm(dim=2), torch.ones(len(views), 1), atol=1e-5)
     assert len(stream.rows) == len(stream.labels) == len(stream.scored)
     own = (stream.rows < len(LABELS)) & (stream.labels != FOREIGN)
     if kind in SINGLE:
@@ -90,7 +90,9 @@ def test_few_classes_are_present_and_all_stay_in_the_task(kind: str, count: int)
 @pytest.mark.parametrize("imbalance", [10, 50, 100])
 def test_a_long_tail_falls_exponentially(imbalance: int) -> None:
     labels = torch.arange(2000) % 10  # 200 of each
-    stream = made(f"long tail {imbalance}", Images(*toy(classes=10, images=2000)[:1], torch.eye(10)[labels], labels))
+    stream = made(
+        f"long tail {imbalance}", Images(*toy(classes=10, images=2000)[:1], torch.eye(10)[labels, None], labels)
+    )
     counts = stream.labels.bincount().sort(descending=True).values.tolist()
     assert counts == [max(1, round(200 * imbalance ** -(rank / 9))) for rank in range(10)]
 
@@ -109,7 +111,7 @@ def test_an_open_set_has_its_share_of_foreign_images(share: float) -> None:
     assert abs(float(foreign.double().mean()) - share) < 0.005 and bool(held.scored.all())
     assert len(held.classes) == 50 - round(share * 50)
     assert not torch.isin(LABELS[held.rows[foreign]], held.classes).any()
-    others = unit(torch.randn(80, 96, generator=torch.Generator().manual_seed(0)))
+    others = unit(torch.randn(80, 1, 96, generator=torch.Generator().manual_seed(0)))
     given = made(kind, MANY._replace(foreign=others))
     assert abs(float((given.labels == FOREIGN).double().mean()) - share) < 0.005 and len(given.classes) == 50
     assert bool((given.rows[given.labels == FOREIGN] >= 1500).all())
@@ -138,10 +140,25 @@ def test_short_streams_have_different_images(count: int) -> None:
 
 
 def test_noise_grows_along_the_stream() -> None:
-    cosine = (made("growing noise").features @ MANY.features.T).amax(1)
+    cosine = (made("growing noise").views[:, 0] @ MANY.views[:, 0].T).amax(1)
     assert float(cosine[0]) > 0.9999  # the first has none
     parts = [float(part.mean()) for part in cosine.split(300)]
     assert parts == sorted(parts, reverse=True) and parts[-1] < 0.85
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_views_of_an_image_pass_together(kind: str) -> None:
+    one, several = made(kind), made(kind, MANY._replace(views=VIEWS[:, :3]))
+    assert torch.equal(one.rows, several.rows) and torch.equal(one.labels, several.labels)
+    views = several.views[several.rows]
+    assert views.shape[1:] == (3, 96) and torch.allclose(views.norm(dim=2), torch.ones(len(views), 3), atol=1e-5)
+    if kind in SINGLE:
+        assert torch.allclose(views[:, 0], one.views[one.rows, 0], atol=1e-5)
+        own = several.rows < len(VIEWS)
+        assert torch.equal(views[own], VIEWS[several.rows[own], :3])
+    if kind.startswith("poisoned"):
+        sure, answers = TASK.zero_shot(views[~several.scored]).softmax(-1).max(-1)
+        assert bool((answers == several.target).all()) and float(sure.min()) > scenarios.SURE - 1e-4
 
 
 @pytest.mark.parametrize("kind", ["poisoned 1%", "poisoned 5%", "poisoned 10%", "attacker 5%"])
@@ -151,7 +168,7 @@ def test_crafted_features_fool_the_frozen_classifier_just_so(kind: str) -> None:
     crafted = ~stream.scored
     assert abs(float(crafted.double().mean()) - share) < 0.005
     assert torch.equal(crafted, stream.rows >= 1500) and bool((stream.labels[crafted] == stream.attacked).all())
-    sure, answers = TASK.zero_shot(stream.features[stream.rows[crafted]]).softmax(-1).max(-1)
+    sure, answers = TASK.zero_shot(stream.views[stream.rows[crafted], 0]).softmax(-1).max(-1)
     assert not (answers == stream.attacked).any()
     if kind != "attacker 5%":
         assert bool((answers == stream.target).all())
@@ -178,5 +195,5 @@ def test_crafted_features_fool_the_frozen_classifier_just_so(kind: str) -> None:
 def test_a_stream_that_cannot_be_made_says_why(kind: str, classes: int, images: int, reason: str) -> None:
     labels = torch.arange(images) % classes
     task = Task(torch.eye(max(classes, 2)), tuple(map(str, range(max(classes, 2)))))
-    found = make_stream(kind, Images(task, task.text[labels], labels), 1)
+    found = make_stream(kind, Images(task, task.text[labels, None], labels), 1)
     assert isinstance(found, str) and reason in found

@@ -264,7 +264,8 @@ def compiled():
 
 torch.manual_seed(0)
 text = torch.eye(10, 24)  # each class is sure of its own prototype, and an image of two of them is not
-stream = (text[torch.arange(120) % 10] + 0.97 * text[torch.arange(120) * 7 % 10])[:, None] + 0.01 * torch.randn(120, 3, 24)
+stream = text[torch.arange(120) % 10] + 0.97 * text[torch.arange(120) * 7 % 10]
+stream = stream[:, None] + 0.01 * torch.randn(120, 3, 24)
 stream, task = torch.nn.functional.normalize(stream, dim=2), tt.Task(text, tuple("abcdefghij"))
 for name in sorted(fast.module.rpartition(".")[2] for fast in FAST if fast.device == "cpu"):
     stepper = open_stepper(task, [tt.make_method(name)])

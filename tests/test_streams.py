@@ -115,16 +115,16 @@ def test_a_cell_is_a_session_over_the_stream_of_each_seed(run: Run, file: Path) 
     features = Features(file)
     assert features.labels is not None
     task = features.task()
-    images = Images(task, features.read(0, len(features))[:, 0], features.labels)
+    images = Images(task, features.read(0, len(features))[:, :1], features.labels)
     row = of(run(rows=["DPE"]), "sorted", "DPE")
     keys = ("accuracy", "macro_f1", "calibration_error", "brier")
     found: dict[str, list[float]] = {key: [] for key in (*keys, "zero_shot", "worst")}
     for seed in (1, 2):
         stream = make_stream("sorted", images, seed)
         assert isinstance(stream, Stream)
-        views = stream.features[stream.rows]
-        logits = Session(task, "dpe", **row["settings"]).scan(views[:, None])
-        answers, frozen = logits.argmax(-1), task.zero_shot(views).argmax(-1)
+        views = stream.views[stream.rows]
+        logits = Session(task, "dpe", **row["settings"]).scan(views)
+        answers, frozen = logits.argmax(-1), task.zero_shot(views[:, 0]).argmax(-1)
         scores = metrics.Scores(12).update(logits.softmax(-1), stream.labels, predictions=answers).compute()
         for key in keys:
             found[key].append(scores[key])
@@ -150,18 +150,18 @@ def test_an_attacker_takes_the_candidate_that_does_most_harm(file: Path, monkeyp
     features = Features(file)
     assert features.labels is not None
     task = features.task()
-    stream = make_stream("attacker 5%", Images(task, features.read(0, 260)[:, 0], features.labels), 1)
+    stream = make_stream("attacker 5%", Images(task, features.read(0, 260)[:, :1], features.labels), 1)
     assert isinstance(stream, Stream) and stream.turns is not None
     session = Session(task, "tda")
-    session.scan(stream.features[stream.rows[:100], None])
+    session.scan(stream.views[stream.rows[:100]])
     before = leaves(session.state)
     chosen = stream_runs.most_harmful(session, stream, look=2)
     own = stream.rows[stream.scored & (stream.labels == stream.attacked)][: stream_runs.PROBES]
     margins = {}
     for number in (6, 7, 8):
         copy = session.fork()
-        copy.step(stream.features[stream.candidates[number]])
-        logits = [copy.predict(stream.features[probe]).logits for probe in own]
+        copy.step(stream.views[stream.candidates[number]])
+        logits = [copy.predict(stream.views[probe]).logits for probe in own]
         a = stream.attacked
         margins[number] = sum(float(x[a] - torch.cat([x[:a], x[a + 1 :]]).max()) for x in logits)
     assert margins[chosen] == min(margins.values())

@@ -17,6 +17,7 @@ from testtime.cli.plans import (
     Json,
     Limit,
     Out,
+    RecipeAugMix,
     check_out,
     executor_of,
     numbers_of,
@@ -87,6 +88,14 @@ def make(
     root: Root = None,
     encoder: EncoderName = "offline",
     descriptions: Described = None,
+    views: Annotated[
+        int,
+        typer.Option(
+            "--views",
+            help="Views per image; with several, methods run too that learn from the views of one image alone.",
+        ),
+    ] = 1,
+    augmix: RecipeAugMix = False,
     limit: Limit = None,
     device: Device = "auto",
     on: On = None,
@@ -105,17 +114,19 @@ def make(
     from testtime.files import check_folder
 
     if all(map(is_stored, map(Path, data))):
-        for option in ("encoder", "descriptions"):
+        for option in ("encoder", "descriptions", "augmix"):
             if given(context, option):
                 raise InputError(f"--{option}: feature files have their own features and prototypes; leave it out.")
-    names, left_out = leaderboard.chosen_methods(_words(methods))
+    names, left_out = leaderboard.chosen_methods(_words(methods), views)
     kinds = leaderboard.chosen_streams(_words(streams))
+    if augmix and views == 1:
+        raise InputError("--augmix: it changes the random crops, so give --views N, at least 2.")
     check_out(output, NAME, data, encoder, descriptions, None)
     check_folder(output)
     if on is not None and dry_run:
         raise InputError(f"--on {on}: --dry-run runs no cells; leave it out.")
     with on_interrupt(lambda: stopped(output)), executor_of(on) as executor:
-        plan = _plan(encoder, device, output, _seeds(orders, seeds), descriptions, limit, executor)
+        plan = _plan(encoder, device, output, _seeds(orders, seeds), descriptions, (views, augmix), limit, executor)
         opened = [(what, leaderboard.open_sources(plan, what, root)) for what in data]
         entries = leaderboard.entries_of(plan, [each for _, found in opened for each in found], names, kinds, oracle)
         seconds = leaderboard.estimate(plan, entries)
@@ -218,12 +229,12 @@ def _seeds(orders: int | None, seeds: str | None) -> Sequence[int]:
 
 
 def _plan(
-    encoder: str, device: str, output: Path, seeds: Sequence[int], descriptions: Path | None, limit: int | None,
-    executor: Executor,
+    encoder: str, device: str, output: Path, seeds: Sequence[int], descriptions: Path | None, views: tuple[int, bool],
+    limit: int | None, executor: Executor,
 ) -> Plan:  # fmt: skip
     return plan_of(
         encoder_of(encoder, device), output, seeds=",".join(map(str, seeds)), track="one-setting", protocol="released",
-        views=None, augmix=False, descriptions=descriptions, learned=None, limit=limit, executor=executor,
+        views=views[0], augmix=views[1], descriptions=descriptions, learned=None, limit=limit, executor=executor,
     )  # fmt: skip
 
 
@@ -234,15 +245,17 @@ def _reopened(
     """The sources of a submission as they are now, and a plan to run them."""
     from testtime.experiments.leaderboard import open_sources
     from testtime.experiments.sources import is_stored
+    from testtime.experiments.submission import views_of
 
-    opened: dict[tuple[str, str, int | None], Plan] = {}
+    opened: dict[tuple[str, str, tuple[int, bool], int | None], Plan] = {}
     found = []
     for source in (board["sources"][key] for key in sorted(wanted)):
         for what in data or [source["given"]]:
             encoder = "offline" if is_stored(Path(what)) else source["about"]["encoder"]
-            key = what, encoder, source["limit"]
+            views = views_of(source["about"])
+            key = what, encoder, views, source["limit"]
             if key not in opened:
-                opened[key] = _plan(encoder, device, output, [1], descriptions, source["limit"], executor)
+                opened[key] = _plan(encoder, device, output, [1], descriptions, views, source["limit"], executor)
                 found += open_sources(opened[key], what, root)
     return next(iter(opened.values())), found
 

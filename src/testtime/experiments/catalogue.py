@@ -261,7 +261,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             Row("BCA", "bca", text="given"),
         ),
         views=1, seeds=tuple(range(1, 21)), measure="streams",
-        note="Every image has one view, and every method the same prompts.",
+        note="Every image has one view unless --views says otherwise, and every method has the same prompts.",
     ),
     "systems": Experiment(
         "Every system: accuracy, time, memory", SYSTEMS, costs=("ms per image", "peak MB", "state MB"),

@@ -57,7 +57,7 @@ LONGEST = 900.0  # seconds that a method may take which is not named; a slower o
 ROUND = 1200.0  # seconds that its least number of orders may take, one on each core
 FEWEST = 2  # orders: with one there is no interval
 TUNING = "prompt tuning, which takes hours and needs an encoder; see 'testtime bench systems'"
-VIEWS = "learns from several views of an image alone, and here each has one; name it with --methods to run it"
+VIEWS = "learns from several views of an image alone, and here each has one; give --views N, or name it with --methods"
 
 
 class Entry(NamedTuple):
@@ -67,7 +67,7 @@ class Entry(NamedTuple):
     cell: streams.Cell
 
 
-def chosen_methods(names: Sequence[str] | None) -> tuple[list[str], dict[str, str]]:
+def chosen_methods(names: Sequence[str] | None, views: int = 1) -> tuple[list[str], dict[str, str]]:
     """The methods of a board, the baseline first, and those left out by default, each with the reason."""
     if names is not None:
         for name in names:
@@ -82,7 +82,7 @@ def chosen_methods(names: Sequence[str] | None) -> tuple[list[str], dict[str, st
             continue
         if getattr(method, "needs_tower", False):
             left_out[name] = TUNING
-        elif "views" in getattr(method, "assumes", ()) and not getattr(method, "remembers", True):
+        elif views == 1 and "views" in getattr(method, "assumes", ()) and not getattr(method, "remembers", True):
             left_out[name] = VIEWS
         elif name != BASELINE:
             kept.append(name)
@@ -150,7 +150,7 @@ def estimate(plan: Plan, entries: Sequence[Entry]) -> dict[str, float]:
         step = f"step-{fingerprint(probe | provenance())}"
         try:
             if noted(plan.folder, step) is None:
-                seconds = workers(1).submit(_seconds, Session(task, cell.method), images.features).result()
+                seconds = workers(1).submit(_seconds, Session(task, cell.method), images.views[:PROBED]).result()
                 note(plan.folder, step, probe, seconds)
         except MissingPart:
             continue
@@ -198,13 +198,13 @@ def _ran(plan: Plan, entry: Entry) -> bool:
     return streams.path_of(plan.folder, entry.cell).exists()
 
 
-def _seconds(session: Session, features: Tensor) -> float:
-    """Seconds of a step, on one core, whatever else runs on it."""
-    session.warm_up(1)
+def _seconds(session: Session, stream: Tensor) -> float:
+    """Seconds of a step over a stream (N, V, D), on one core, whatever else runs on it."""
+    session.warm_up(stream.shape[1])
     clock = time.thread_time if session.task.text.is_cpu else time.perf_counter
     start = clock()
-    session.scan(features[:PROBED, None]).cpu()
-    return (clock() - start) / min(PROBED, len(features))
+    session.scan(stream).cpu()
+    return (clock() - start) / len(stream)
 
 
 def run(plan: Plan, given: Sequence[tuple[str, Sequence[Source]]], entries: Sequence[Entry]) -> Record:

@@ -9,7 +9,7 @@ from testtime.experiments.lab import Record
 from testtime.experiments.recipes import TRACKS
 from testtime.experiments.run import write_results
 from testtime.experiments.standings import Interval, Standing, mean_of, ranks, standing
-from testtime.experiments.submission import NAMES, ORACLE, cells_of, shown_names
+from testtime.experiments.submission import NAMES, ORACLE, cells_of, shown_names, views_of
 from testtime.experiments.tables import Sheet, markdown, percent
 from testtime.files import write_atomic
 from testtime.report.data import Board, Ranked, Table, TablesReport, Value
@@ -179,8 +179,10 @@ def remarks(board: Record) -> list[str]:
         about = board["sources"][key]["about"]
         classes = f", {count(about['classes'], 'class')}" if isinstance(about.get("classes"), int) else ""
         images = f"{about['images']:,} images" if isinstance(about.get("images"), int) else "images"
-        lines.append(f"{name}: {images}{classes}, encoder {about['encoder'] or 'unknown'}.")
-    lines.append(f"Orders of each stream: {_orders(board)}. One view of each image.")
+        views, augmix = views_of(about)
+        seen = f"{count(views, 'view')} of each{' by AugMix' * augmix}"
+        lines.append(f"{name}: {images}{classes}, {seen}, encoder {about['encoder'] or 'unknown'}.")
+    lines.append(f"Orders of each stream: {_orders(board)}.")
     lines += REMARKS
     machines = list(dict.fromkeys(each.get("machine", "") for each in board["made"]))
     lines.append(f"Times are of {'; '.join(machines)}" + ", and not comparable with one another." * (len(machines) > 1))

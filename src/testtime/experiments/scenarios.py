@@ -2,7 +2,7 @@
 
 >>> from testtime.synthetic import toy
 >>> task, views, labels = toy()
->>> stream = make_stream("sorted", Images(task, views[:, 0], labels), seed=1)
+>>> stream = make_stream("sorted", Images(task, views, labels), seed=1)
 >>> len(stream.rows), int((stream.labels.diff() != 0).sum())  # 8 classes: 7 changes
 (160, 7)
 """
@@ -36,16 +36,16 @@ class Images(NamedTuple):
     """Encoded images of a task's classes."""
 
     task: Task
-    features: Tensor  # (N, D) unit rows
+    views: Tensor  # (N, V, D) unit rows
     labels: Tensor  # (N,)
     domains: Tensor | None = None  # (N,) number of the domain that each is from
-    foreign: Tensor | None = None  # (M, D) unit rows: images of none of the classes, from the same encoder
+    foreign: Tensor | None = None  # (M, V, D) unit rows: images of none of the classes, from the same encoder
 
 
 class Stream(NamedTuple):
-    """Images in an order. `features[rows]` are its features (n, D)."""
+    """Images in an order. `views[rows]` are its views (n, V, D)."""
 
-    features: Tensor  # (M, D) unit rows: the images', then foreign and crafted ones
+    views: Tensor  # (M, V, D) unit rows: the images', then foreign and crafted ones
     rows: Tensor  # (n,)
     labels: Tensor  # (n,) numbers of its task's classes; FOREIGN: none of them
     scored: Tensor  # (n,) bool: not those that were crafted, nor copies
@@ -53,7 +53,7 @@ class Stream(NamedTuple):
     attacked: int = -1  # the class whose images an attacker wants to be mistaken,
     target: int = -1  # and the nearest class that they are to be mistaken for
     turns: Tensor | None = None  # (n,) bool: where an attacker who sees the state chooses what comes
-    candidates: Tensor = torch.empty(0, dtype=torch.int64)  # (k,) rows of `features` that it chooses from, and
+    candidates: Tensor = torch.empty(0, dtype=torch.int64)  # (k,) rows of `views` that it chooses from, and
     recipes: int = 0  # in how many ways they are crafted, one after another: so far apart are two of the same
 
 
@@ -130,7 +130,7 @@ def open_set(images: Images, generator: Generator, *, share: float) -> Stream | 
 
     Foreign images are those given, or else those of classes that are held out: about that share of the classes.
     """
-    task, features = images.task, images.features
+    task, views = images.task, images.views
     if images.foreign is None:
         held = max(1, round(share * task.classes))
         if task.classes - held < 2:
@@ -140,9 +140,9 @@ def open_set(images: Images, generator: Generator, *, share: float) -> Stream | 
         inside = torch.isin(images.labels, classes)
         known, foreign = inside.nonzero()[:, 0], (~inside).nonzero()[:, 0]
     else:
-        classes, known = torch.arange(task.classes), torch.arange(len(features))
-        foreign = len(features) + torch.arange(len(images.foreign))
-        features = torch.cat([features, images.foreign.to(features)])
+        classes, known = torch.arange(task.classes), torch.arange(len(views))
+        foreign = len(views) + torch.arange(len(images.foreign))
+        views = torch.cat([views, images.foreign.to(views)])
     wanted = round(share / (1 - share) * len(known))
     if wanted > len(foreign):
         known = _shuffle(known, generator)[: round((1 - share) / share * len(foreign))]
@@ -150,9 +150,9 @@ def open_set(images: Images, generator: Generator, *, share: float) -> Stream | 
     if not len(known) or not len(foreign):
         return f"too few images for {share:.0%} of them to be foreign"
     rows = _shuffle(torch.cat([known, foreign]), generator)
-    labels = torch.full((len(features),), FOREIGN)
+    labels = torch.full((len(views),), FOREIGN)
     labels[known] = torch.searchsorted(classes, images.labels[known])
-    return Stream(features, rows, labels[rows], torch.ones(len(rows), dtype=torch.bool), classes)
+    return Stream(views, rows, labels[rows], torch.ones(len(rows), dtype=torch.bool), classes)
 
 
 def duplicates(images: Images, generator: Generator) -> Stream:
@@ -182,63 +182,63 @@ def short(images: Images, generator: Generator, *, count: int) -> Stream | str:
 
 def noise(images: Images, generator: Generator) -> Stream:
     """Shuffled, with Gaussian noise on the features whose length grows from 0 to `NOISE` along the stream."""
-    order, features = _shuffle(torch.arange(len(images.labels)), generator), images.features
-    strength = torch.linspace(0, NOISE, len(order), dtype=features.dtype)[:, None] / math.sqrt(features.shape[1])
-    drawn = torch.randn(features.shape, generator=generator, dtype=features.dtype)
+    order, views = _shuffle(torch.arange(len(images.labels)), generator), images.views
+    strength = torch.linspace(0, NOISE, len(order), dtype=views.dtype)[:, None, None] / math.sqrt(views.shape[2])
+    drawn = torch.randn(views.shape, generator=generator, dtype=views.dtype)
     plain = _plain(images, order)
-    return plain._replace(features=unit(features[order] + strength * drawn), rows=torch.arange(len(order)))
+    return plain._replace(views=unit(views[order] + strength * drawn), rows=torch.arange(len(order)))
 
 
 def poisoned(images: Images, generator: Generator, *, share: float, chosen: bool = False) -> Stream | str:
     """Shuffled, and a share of the stream is crafted by an attacker so that one class is mistaken for another.
 
-    Crafted features are mixtures of two images of the attacked class, moved along the sphere towards the prototype of
-    another class until the frozen classifier is `SURE` that they are of it. That class is the nearest one by its text.
+    Crafted views are mixtures of two images of the attacked class, each moved along the sphere towards the prototype of
+    another class until the frozen classifier is `SURE` that it is of it. That class is the nearest one by its text.
     An attacker who sees the state has some for each of the nearest four, at several `LEVELS`, to be `chosen` from.
     """
-    task, features = images.task, images.features
-    right = task.zero_shot(features).argmax(-1) == images.labels
+    task, views = images.task, images.views
+    right = task.zero_shot(views[:, 0]).argmax(-1) == images.labels
     counts = images.labels.bincount(minlength=task.classes)
     fit = (counts >= LEAST) & (2 * images.labels[right].bincount(minlength=task.classes) >= counts)
     if not fit.any():
         return f"needs a class of {LEAST} images or more of which the frozen classifier gets half right"
     attacked = int(_shuffle(fit.nonzero()[:, 0], generator)[0])
     near = (task.text @ task.text[attacked]).argsort(descending=True, stable=True)
-    near, levels = near[near != attacked][: 4 if chosen else 1], features.new_tensor(LEVELS if chosen else [SURE])
-    own = features[images.labels == attacked]
-    turns = max(1, round(share / (1 - share) * len(features)))
+    near, levels = near[near != attacked][: 4 if chosen else 1], views.new_tensor(LEVELS if chosen else [SURE])
+    own = views[images.labels == attacked]
+    turns = max(1, round(share / (1 - share) * len(views)))
     count = CANDIDATES if chosen else turns
     first, second = torch.randint(len(own), (2, count), generator=generator)
-    weight = 0.5 * torch.rand(count, 1, generator=generator, dtype=features.dtype)
+    weight = 0.5 * torch.rand(count, 1, 1, generator=generator, dtype=views.dtype)
     mixtures = unit((1 - weight) * own[first] + weight * own[second])
     number = torch.arange(count)
     crafted = moved(mixtures, task, near[number % len(near)], levels[number // len(near) % len(levels)])
-    numbers = len(features) + number
-    order = _shuffle(torch.cat([torch.arange(len(features)), numbers[torch.arange(turns) % count]]), generator)
-    added = order >= len(features)
+    numbers = len(views) + number
+    order = _shuffle(torch.cat([torch.arange(len(views)), numbers[torch.arange(turns) % count]]), generator)
+    added = order >= len(views)
     labels = torch.cat([images.labels, torch.full((count,), attacked)])
     classes, pair = torch.arange(task.classes), (attacked, int(near[0]))
-    stream = Stream(torch.cat([features, crafted]), order, labels[order], ~added, classes, *pair)
+    stream = Stream(torch.cat([views, crafted]), order, labels[order], ~added, classes, *pair)
     recipes = len(near) * len(levels)
     return stream._replace(turns=added, candidates=numbers, recipes=recipes) if chosen else stream
 
 
-def moved(features: Tensor, task: Task, targets: Tensor, sure: Tensor) -> Tensor:
-    """Features (n, D) moved along great circles to the prototypes of `targets` (n,), as far as it takes.
+def moved(views: Tensor, task: Task, targets: Tensor, sure: Tensor) -> Tensor:
+    """Views (n, V, D) moved along great circles to the prototypes of `targets` (n,), as far as it takes.
 
     That is where the frozen classifier is as `sure` (n,) of the target, or else the prototype itself.
     """
-    ends = task.text[targets].to(features)
-    angles = (features * ends).sum(-1, keepdim=True).clamp(-1, 1).acos().clamp_min(1e-6)
+    ends, which = task.text[targets].to(views)[:, None], targets[:, None, None].expand(*views.shape[:2], 1)
+    angles = (views * ends).sum(-1, keepdim=True).clamp(-1, 1).acos().clamp_min(1e-6)
 
     def at(share: Tensor) -> Tensor:
-        return unit(((1 - share) * angles).sin() * features + (share * angles).sin() * ends)
+        return unit(((1 - share) * angles).sin() * views + (share * angles).sin() * ends)
 
     low, high = torch.zeros_like(angles), torch.ones_like(angles)
     for _ in range(24):  # bisection
         middle = (low + high) / 2
-        confidence = task.zero_shot(at(middle)).softmax(-1).gather(1, targets[:, None])
-        short = confidence < sure[:, None]
+        confidence = task.zero_shot(at(middle)).softmax(-1).gather(-1, which)
+        short = confidence < sure[:, None, None]
         low, high = torch.where(short, middle, low), torch.where(short, high, middle)
     return at(high)
 
@@ -279,7 +279,7 @@ KINDS: dict[str, Maker] = {
 def _plain(images: Images, rows: Tensor) -> Stream:
     """These images, all of them scored."""
     scored = torch.ones(len(rows), dtype=torch.bool)
-    return Stream(images.features, rows, images.labels[rows], scored, torch.arange(images.task.classes))
+    return Stream(images.views, rows, images.labels[rows], scored, torch.arange(images.task.classes))
 
 
 def _shuffle(rows: Tensor, generator: Generator) -> Tensor:

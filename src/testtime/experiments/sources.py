@@ -29,6 +29,7 @@ from testtime.types import InputError, Task, ViewPlan
 ALL = "all domains"  # the column of the streams over several domains
 SEVERAL = tuple(kind for kind in KINDS if kind.startswith("domains"))
 SINGLE = tuple(kind for kind in KINDS if kind not in SEVERAL)
+VIEWS_SEED = 1  # of random views, the same in every order of a stream
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class Part(NamedTuple):
     task: Task
     rows: Tensor | None  # of the store; None: all
     labels: Tensor  # (N,)
+    views: int  # of each image, the first so many of the store
     foreign: Place | None = None  # images of none of the classes
 
 
@@ -70,13 +72,13 @@ class Located:
 
     @cached_property
     def images(self) -> Images:
-        """The images, in memory; of several views of an image the first."""
+        """The images, in memory."""
         each = [_read(part) for part in self.parts]
         if len(each) == 1:
             return each[0]
-        features, labels = torch.cat([x.features for x in each]), torch.cat([x.labels for x in each])
+        views, labels = torch.cat([x.views for x in each]), torch.cat([x.labels for x in each])
         domains = torch.cat([torch.full_like(x.labels, k) for k, x in enumerate(each)])
-        return Images(each[0].task, features, labels, domains)
+        return Images(each[0].task, views, labels, domains)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"parts": self.parts}
@@ -84,13 +86,12 @@ class Located:
 
 def _read(part: Part) -> Images:
     store = part.place.store
-    features = store.read(0, len(store))
-    features = features[:, 0] if part.rows is None else features[part.rows, 0]
+    views = store.read(0, len(store))[:, : part.views].contiguous()
     foreign = None
     if part.foreign is not None:
         found = part.foreign.store
-        foreign = unit(found.read(0, len(found))[:, 0])
-    return Images(part.task, features, part.labels, None, foreign)
+        foreign = unit(found.read(0, len(found))[:, : part.views])
+    return Images(part.task, views if part.rows is None else views[part.rows], part.labels, None, foreign)
 
 
 def is_stored(path: Path) -> bool:
@@ -132,22 +133,24 @@ def find_sources(plan: Plan, datasets: Sequence[Dataset], foreign: Path | None =
 
 
 def _encoded(plan: Plan, dataset: Dataset, foreign: Path | None) -> Source:
-    """A dataset, one view of each image, with the prompts given or those of its recipe."""
+    """A dataset with the plan's views, by default one, and with the prompts given or those of its recipe."""
     lab, entry = plan.lab(dataset), recipe_of(dataset)
     text = cast(Text, plan.text("given", dataset, entry))  # which lacks nothing
-    about = lab.conditions(Cell(ZeroShot(), text))
+    views = plan.views or ViewPlan()
+    about = lab.conditions(Cell(ZeroShot(), text, views))
 
     def locate() -> Located:
-        store = lab.store(ViewPlan(), 1)
-        task, encoder = lab.task(text).to("cpu"), plan.encoder.name
-        return Located((Part(Place.of(store), task, None, lab.labels_of(store), _foreign(foreign, store, encoder)),))
+        store = lab.store(views, VIEWS_SEED)
+        task, other = lab.task(text).to("cpu"), _foreign(foreign, store, views.count, plan.encoder.name)
+        return Located((Part(Place.of(store), task, None, lab.labels_of(store), views.count, other),))
 
     return _source(dataset.name, about, foreign, entry, locate)
 
 
 def _stored(plan: Plan, dataset: Stored, foreign: Path | None) -> Source:
-    """A feature file, with its own prototypes; of several views of an image the first."""
-    features = Features(dataset.file)
+    """A feature file, with its own prototypes; of several views of an image the plan's number, by default the first."""
+    features, views = Features(dataset.file), plan.views.count if plan.views else 1
+    _check_views(features, views)
     count = min(plan.limit or len(features), len(features))
     about = {
         "dataset": dataset.name,
@@ -155,13 +158,13 @@ def _stored(plan: Plan, dataset: Stored, foreign: Path | None) -> Source:
         "classes": len(dataset.classnames),
         "data": digest(stamp(file) for file in features.files),
         "encoder": features.metadata.get("encoder", ""),
-        "views": 1,
+        "views": views,
     }
 
     def locate() -> Located:
         rows = shuffled(len(features), SUBSET_SEED)[:count].sort().values
-        labels, other = torch.tensor(dataset.labels)[rows], _foreign(foreign, features, str(about["encoder"]))
-        return Located((Part(Place.of(features), features.task(), rows, labels, other),))
+        labels, other = torch.tensor(dataset.labels)[rows], _foreign(foreign, features, views, str(about["encoder"]))
+        return Located((Part(Place.of(features), features.task(), rows, labels, views, other),))
 
     return _source(dataset.name, about, foreign, None, locate)
 
@@ -189,11 +192,17 @@ def _together(sources: Sequence[Source]) -> Source:
     return Source(ALL, about, SEVERAL, sources[0].entry, cache(locate))
 
 
-def _foreign(path: Path | None, features: Features, encoder: str) -> Place | None:
+def _check_views(features: Features, views: int) -> None:
+    if features.views < views:
+        raise InputError(f"--views {views}: {features.path} has {features.views} of each image; encode it with more.")
+
+
+def _foreign(path: Path | None, features: Features, views: int, encoder: str) -> Place | None:
     """A file of foreign images, from the same encoder."""
     if path is None:
         return None
     found = Features(path)
+    _check_views(found, views)
     made = found.metadata.get("encoder", encoder)
     if found.dim != features.dim or (encoder and made != encoder):
         raise InputError(

@@ -54,11 +54,11 @@ def run_stream(session: Session, stream: Stream) -> Answers:
             look, since = divmod(turn, every)
             chosen = chosen if since else most_harmful(session, stream, look)
             rows[start] = stream.candidates[(chosen + since * stream.recipes) % len(stream.candidates)]
-        logits.append(session.scan(stream.features[rows[start:stop], None]).cpu())
+        logits.append(session.scan(stream.views[rows[start:stop]]).cpu())
         decisions += session.decisions
     held, bank = None, bank_of(session.state)
     if bank is not None:
-        held, _ = sources(bank.keys[bank.cost.isfinite()].cpu(), unit(stream.features[rows]))
+        held, _ = sources(bank.keys[bank.cost.isfinite()].cpu(), unit(stream.views[rows, 0]))
     return Answers(torch.cat(logits), rows, decisions, held)
 
 
@@ -83,8 +83,8 @@ def most_harmful(session: Session, stream: Stream, look: int) -> int:
 
     def margin(candidate: int) -> float:
         copy = session.fork()
-        copy.scan(stream.features[stream.candidates[candidate]][None, None])
-        logits = torch.stack([copy.predict(stream.features[probe]).logits for probe in own])
+        copy.scan(stream.views[stream.candidates[candidate]][None])
+        logits = torch.stack([copy.predict(stream.views[probe]).logits for probe in own])
         others = logits.index_fill(1, torch.tensor([stream.attacked]), -torch.inf).amax(1)
         return float((logits[:, stream.attacked] - others).mean())
 
@@ -97,7 +97,7 @@ def score(task: Task, method: Method, stream: Stream, answers: Answers) -> Recor
     Foreign and crafted images count for the calibration along the stream, which sees no labels, but not for the scores:
     only for AUROC and FPR95 are scored images of the classes told from foreign ones.
     """
-    frozen = task.zero_shot(stream.features[answers.rows])  # one product for the whole stream
+    frozen = task.zero_shot(stream.views[answers.rows, 0])  # one product for the whole stream
     # a guard's answers are logits, whatever the method's scores are
     probabilities = answers.logits.softmax(-1) if answers.decisions else method.probabilities(answers.logits)
     predictions = answers.logits.argmax(-1)

@@ -206,7 +206,7 @@ def _order(kind: str, method: Method, guarded: bool, images: Images, task: Task,
         session = idle.pop()
     else:
         session = Session(mine, method, guard=guarded)
-        session.warm_up(1)
+        session.warm_up(images.views.shape[1])
     clock = time.thread_time if task.text.is_cpu else time.perf_counter
     start = clock()
     answers = run_stream(session, stream)

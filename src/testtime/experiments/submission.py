@@ -51,6 +51,7 @@ ENTRY: dict[str, tuple[type, ...]] = {
 }
 WHOLE = 1e-4  # how near to a whole number of images an accuracy must be
 LONGEST = 200  # characters of a name, which ends in tables
+MOST_VIEWS = 1024  # of an image: `verify` encodes as many as a file says
 
 
 def made() -> Record:
@@ -119,6 +120,9 @@ def _source_problem(name: str, source: object) -> str:
         return "needs a 'name' and how it was 'given'"
     if not isinstance(source.get("limit"), int | type(None)) or not isinstance(source["about"].get("encoder"), str):
         return "needs a 'limit', which may be null, and the encoder"
+    views, augmix = views_of(source["about"])
+    if type(views) is not int or not 1 <= views <= MOST_VIEWS or not isinstance(augmix, bool):
+        return f"needs a number of 'views' from 1 to {MOST_VIEWS}, and whether they are made by 'augmix'"
     return "" if name == fingerprint(source["about"]) else "has an identifier that is not that of its content"
 
 
@@ -158,6 +162,13 @@ def _seed(order: object) -> int | None:
     fine = all(isinstance(each, float | int) and not isinstance(each, bool) and 0 <= each <= 1 for each in scores)
     counts = [order[key] * order["images"] for key in SCORES[:2]] if fine else [0.5]
     return order["seed"] if all(abs(each - round(each)) < WHOLE for each in counts) else None
+
+
+def views_of(about: Record) -> tuple[int, bool]:
+    """How many views of each image a source has, and whether they are made by AugMix."""
+    domains = about.get("domains")
+    first = domains[0] if isinstance(domains, list) and domains and isinstance(domains[0], dict) else about
+    return first.get("views", 1), first.get("augmix", False)
 
 
 def key_of(entry: Record) -> tuple[str, str, str, str]:
@@ -222,7 +233,8 @@ def _told(order: Record) -> list[Any]:
 
 
 def shown_names(sources: Record, used: Iterable[str]) -> dict[str, str]:
-    """A name for each source, by identifier; those of the same name have their identifiers too."""
-    names = {key: sources[key]["name"] for key in dict.fromkeys(used)}
+    """A name for each source, by identifier, with its views if several; those of the same name have identifiers too."""
+    views = {key: views_of(sources[key]["about"])[0] for key in dict.fromkeys(used)}
+    names = {key: sources[key]["name"] + (f", {count} views" if count > 1 else "") for key, count in views.items()}
     several = [name for name in names.values() if list(names.values()).count(name) > 1]
     return {key: f"{name} ({key})" if name in several else name for key, name in names.items()}

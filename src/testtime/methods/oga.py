@@ -13,7 +13,9 @@ and the precision is shrunk towards the identity until there are four features p
 image from itself and those before it.
 
 Departures: the covariance's scatter is updated by the one class that changed, in double precision; memory and
-entropies have the precision of the features (released: half).
+entropies have the precision of the features (released: half). N slots that are no more than D dimensions never hold
+enough for a covariance that is not shrunk, and its precision follows from their Gram matrix by Woodbury's identity: the
+same up to rounding, with N x N numbers to factor and not D x D.
 """
 
 from __future__ import annotations
@@ -34,14 +36,57 @@ JITTER = 1e-12  # of the trace, so that a covariance of low rank can be factored
 WIDE = 1e12  # variance where all features held are alike: their Gaussians say nothing
 
 
+class Scatter(NamedTuple):
+    """The residuals r of all features held from the means of their classes, by their outer products."""
+
+    outer: Tensor  # (D, D) float64, sum of r r'
+    drift: Tensor  # (D,) float64, sum of r
+
+    def replace(self, label: Tensor, before: Tensor, after: Tensor, mean: Tensor, in_place: bool) -> Scatter:
+        """With the residuals (K, D) of one class, and its new mean (1, D)."""
+        outer = torch.addmm(self.outer, torch.cat([after, -before]).T, torch.cat([after, before]))
+        return Scatter(outer, self.drift + (after.sum(0) - before.sum(0)))
+
+    def centred(self, held: Tensor) -> Tensor:
+        """The sum of outer products (D, D) of the residuals minus their mean; `held` (N,) is 1 for a slot in use."""
+        drift = self.drift[None]
+        return torch.addmm(self.outer, drift.T, drift / held.sum().clamp_min(1), alpha=-1)
+
+
+class Gram(NamedTuple):
+    """The same residuals by their inner products, for no more slots than dimensions: N = C K <= D."""
+
+    rows: Tensor  # (N + C, D) float64: the residuals, zero for an empty slot, and below them the means
+    products: Tensor  # (N + C, N) float64, of all rows with the residuals
+
+    def replace(self, label: Tensor, before: Tensor, after: Tensor, mean: Tensor, in_place: bool) -> Gram:
+        """As of `Scatter`; with `in_place`, these tensors are overwritten."""
+        slots = label * len(after) + torch.arange(len(after), device=label.device)
+        places, new = torch.cat([slots, label + self.products.shape[1]]), torch.cat([after, mean])
+        rows, products = self if in_place else (self.rows.clone(), self.products.clone())
+        across = rows.index_copy_(0, places, new) @ new.T  # (N + C, K + 1)
+        products.index_copy_(1, slots, across[:, :-1]).index_copy_(0, places, across[: products.shape[1]].T)
+        return Gram(rows, products)
+
+    def centred(self, held: Tensor) -> Tensor:
+        """The inner products (N, N) of the residuals minus their mean."""
+        gram = self.products[: len(held)]
+        number = held.sum().clamp_min(1)
+        drift = gram @ held / number
+        drift = drift - held * ((drift @ held) / (2 * number))
+        return torch.addmm(gram, torch.stack([drift, held], 1), torch.stack([held, drift]), alpha=-1)
+
+
 class State(NamedTuple):
     features: Tensor  # (C, K, D), in the order of their slots; an empty slot is zero
     entropy: Tensor  # (C, K) in nats; inf marks an empty slot
     mean: Tensor  # (C, D) of each class; its prompt until it holds two features
-    scatter: Tensor  # (D, D) float64, sum of r r' over the residuals r of all features held from their class's mean
-    drift: Tensor  # (D,) float64, sum of these residuals
-    factor: Tensor  # (D, D) float64: upper Cholesky factor of the covariance, or the root of its pseudo-inverse
-    white: Tensor  # (C, D) float64, the means in the coordinates where the covariance is the identity
+    residuals: Scatter | Gram
+    # float64, the covariance is `share` times the residuals' centred scatter, plus `ridge` times the identity
+    share: Tensor  # ()
+    ridge: Tensor  # ()
+    factor: Tensor  # (D, D), its upper Cholesky factor or the root of its pseudo-inverse; (N, N), that of the Gram matrix
+    white: Tensor  # (C, D) or (C, D + N), the means in the coordinates of `_whiten`
 
 
 @dataclass(frozen=True)
@@ -84,16 +129,23 @@ class OGA(Base):
 
     def init(self, task: Task) -> State:
         classes, dim = task.text.shape
-        text = task.text.double()
+        slots, text = classes * self.capacity, task.text.double()
+        residuals: Scatter | Gram = Scatter(text.new_zeros(dim, dim), text.new_zeros(dim))
+        factored, white = dim, math.sqrt(dim) * text
+        if slots <= dim and self.inverse != "MoorePenrose":
+            rows = torch.cat([text.new_zeros(slots, dim), text])
+            residuals = Gram(rows, text.new_zeros(slots + classes, slots))
+            factored, white = slots, torch.cat([white, text.new_zeros(classes, slots)], 1)
         spread = math.sqrt(dim) if self.inverse == "MoorePenrose" else 1 / math.sqrt(dim)
         return State(
             task.text.new_zeros(classes, self.capacity, dim),
             task.text.new_full((classes, self.capacity), torch.inf),
             task.text.clone(),
-            text.new_zeros(dim, dim),
-            text.new_zeros(dim),
-            spread * torch.eye(dim, dtype=torch.float64, device=text.device),  # of a covariance of the identity over D
-            math.sqrt(dim) * text,
+            residuals,
+            text.new_zeros(()),
+            text.new_full((), 1 / dim),
+            spread * torch.eye(factored, dtype=torch.float64, device=text.device),  # of a covariance of I over D
+            white,
         )
 
     def step(self, task: Task, state: State, views: Tensor) -> tuple[Tensor, State]:
@@ -102,9 +154,8 @@ class OGA(Base):
 
     def step_in_place(self, task: Task, state: State, views: Tensor) -> tuple[Tensor, State, Tensor]:
         """As `step`, and whether the memory accepted the image, which is overwritten: it is large."""
-        before = state.entropy.clone()
         after = self._fit(task, state, self._remember(task, state, views[0], in_place=True))
-        return self._posterior(task, after, views[0]), after, differ(before, after.entropy)
+        return self._posterior(task, after, views[0]), after, self.learned(state, after)
 
     def scan(self, task: Task, state: State, stream: Tensor) -> tuple[Tensor, State]:
         """As `step`, in batches: all images of one are learned from before the first of them is answered.
@@ -122,7 +173,7 @@ class OGA(Base):
         return scores, state
 
     def _remember(self, task: Task, state: State, clean: Tensor, in_place: bool = False) -> State:
-        """Memory, mean and scatter after offering a feature (D,) to its zero-shot class."""
+        """Memory, mean and residuals after offering a feature (D,) to its zero-shot class."""
         prob = task.zero_shot(clean).softmax(0)
         entropy, label = -(prob * (prob + LOG_OFFSET).log()).sum(), prob.argmax().reshape(1)
         costs, mean = state.entropy[label][0], state.mean[label]  # (K,), (1, D)
@@ -143,23 +194,21 @@ class OGA(Base):
         put = Tensor.index_copy_ if in_place else Tensor.index_copy
         return state._replace(
             features=put(state.features, 0, label, row[None]),
-            entropy=put(state.entropy, 0, label, new_costs[None]),
+            entropy=state.entropy.index_copy(0, label, new_costs[None]),  # never in place: it says if anything changed
             mean=put(state.mean, 0, label, new_mean),
-            scatter=torch.addmm(state.scatter, torch.cat([after, -before]).T, torch.cat([after, before])),
-            drift=state.drift + (after.sum(0) - before.sum(0)),
+            residuals=state.residuals.replace(label, before, after, new_mean.double(), in_place),
         )
 
     def _fit(self, task: Task, before: State, state: State) -> State:
         """The Gaussians of what the memory holds now."""
-        if state.scatter is before.scatter:
+        if state.entropy is before.entropy:
             return state  # nothing was written
-        held = state.entropy.isfinite().sum(1)  # (C,)
+        held = state.entropy.isfinite()  # (C, K)
         number, dim = held.sum(), task.dim
-        drift = state.drift[None]  # (1, D)
-        centred = torch.addmm(state.scatter, drift.T, drift / number.clamp_min(1), alpha=-1)  # (n - 1) S
+        centred = state.residuals.centred(held.flatten().double())
         degrees = (number - 1).clamp_min(1).double()
-        total, ready = centred.trace(), (held > 2).any()
-        spread = total / degrees  # the covariance's trace
+        total, ready = centred.trace(), (held.sum(1) > 2).any()
+        spread = total / degrees  # the trace of S
         # the matrix to invert is `share` times the centred one, plus `ridge` times the identity
         zero, share, ridge = torch.zeros_like(total), 1 / degrees, JITTER * spread
         if self.inverse == "MoorePenrose":
@@ -169,31 +218,46 @@ class OGA(Base):
             share, ridge = torch.where(small, 1 / dim, share), torch.where(small, spread / dim, ridge)
             alike = ~(total > JITTER * number)  # features that are all alike leave a scatter of rounding errors
             share, ridge = torch.where(alike, zero, share), torch.where(alike, WIDE, ridge)
-        matrix = centred.mul_(torch.where(ready, share, zero))
-        matrix.diagonal().add_(torch.where(ready, ridge, 1 / dim))
+        share, ridge = torch.where(ready, share, zero), torch.where(ready, ridge, 1 / dim)
+        matrix = centred.mul_(share)
+        matrix.diagonal().add_(ridge)
         if self.inverse == "MoorePenrose":
             values, vectors = torch.linalg.eigh(matrix)
             kept = values > dim * torch.finfo(values.dtype).eps * values[-1]  # as torch's pseudo-inverse
             factor = vectors * torch.where(kept, values, torch.inf).rsqrt()  # (D, D)
         else:
             factor = ops.cholesky(matrix)
-        return state._replace(factor=factor, white=self._whiten(factor, state.mean.double()))
+        state = state._replace(share=share, ridge=ridge, factor=factor)
+        means = state.mean.double()
+        products = state.residuals.products[-len(means) :] if isinstance(state.residuals, Gram) else None
+        return state._replace(white=self._whiten(state, means, products))
 
-    def _whiten(self, factor: Tensor, rows: Tensor) -> Tensor:
-        """Rows (n, D) in the coordinates where the covariance is the identity."""
+    def _whiten(self, state: State, rows: Tensor, products: Tensor | None = None) -> Tensor:
+        """Rows (n, D) in the coordinates where the precision is the identity; `products` (n, N) with the residuals.
+
+        With a Gram matrix these are D + N coordinates, and the squares of the last N are to be subtracted.
+        """
         if self.inverse == "MoorePenrose":
-            return rows @ factor
-        return torch.linalg.solve_triangular(factor.mT, rows.mT, upper=False).mT.contiguous()
+            return rows @ state.factor
+        if isinstance(state.residuals, Scatter):
+            return torch.linalg.solve_triangular(state.factor.mT, rows.mT, upper=False).mT.contiguous()
+        held = state.entropy.isfinite().flatten().double()
+        if products is None:
+            products = rows @ state.residuals.rows[: len(held)].T
+        centred = products - (products @ held / held.sum().clamp_min(1))[:, None] * held
+        white = torch.linalg.solve_triangular(state.factor.mT, centred.mT, upper=False).mT
+        return torch.cat([rows, state.share.sqrt() * white], 1) / state.ridge.sqrt()
 
     def log_likelihood(self, state: State, clean: Tensor) -> Tensor:
         """Log-density of a feature (D,) under each class's Gaussian, without the constant that all share: (C,)."""
-        white = self._whiten(state.factor, clean.double()[None])[0]
-        return state.white @ white - (state.white.norm(dim=1).square() + white @ white) / 2
+        squares = (state.white - self._whiten(state, clean.double()[None])).square()
+        return (squares[:, len(clean) :].sum(1) - squares[:, : len(clean)].sum(1)) / 2
 
     def precision(self, state: State) -> Tensor:
         """The inverse of the covariance (D, D)."""
-        root = self._whiten(state.factor, torch.eye(len(state.factor), dtype=torch.float64, device=state.factor.device))
-        return root @ root.T
+        dim = state.mean.shape[1]
+        root = self._whiten(state, torch.eye(dim, dtype=torch.float64, device=state.mean.device))
+        return root[:, :dim] @ root[:, :dim].T - root[:, dim:] @ root[:, dim:].T
 
     def _posterior(self, task: Task, state: State, clean: Tensor) -> Tensor:
         """Zero-shot probabilities times the flattened likelihoods, normalised: (C,)."""
