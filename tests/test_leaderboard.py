@@ -253,6 +253,29 @@ def test_views_of_images_are_encoded(tmp_path: Path, cli: Cli) -> None:
     assert refused.code == 2 and "--views N" in refused.err
 
 
+@pytest.mark.parametrize("stored", [True, False])
+def test_copies_of_the_images_are_the_same_and_changed_ones_are_not(stored, file, tmp_path: Path, cli: Cli) -> None:
+    given = file if stored else make_folders(tmp_path / "photos")
+    out, encoder = tmp_path / "out", [] if stored else ["--encoder", "tiny"]
+    call = "leaderboard", given, *encoder, "--methods", "tda", "--streams", "shuffled", "--orders", 1, "--out", out
+    assert cli(*call).code == 0
+    before = cells_in(out)
+    there = tmp_path / "there" / given.name
+    there.parent.mkdir()
+    given.rename(there)  # and no longer where the file says
+    files = [path for path in [there, *there.rglob("*")] if path.is_file()]
+    for path in files:
+        os.utime(path, ns=(0, 0))
+    board = out / "leaderboard.json"
+    again = cli("leaderboard", "verify", board, there, "--tolerance", 0, "--out", tmp_path / "v")
+    assert again.code == 0 and "0 differ" in again.err, again.err
+    assert cli("leaderboard", there, *call[2:]).code == 0 and cells_in(out) == before  # nothing was run again
+    changed = files[0].read_bytes()
+    files[0].write_bytes(changed[:-1] + bytes([changed[-1] ^ 1]))
+    refused = cli("leaderboard", "verify", board, there, "--out", tmp_path / "v")
+    assert refused.code == 2 and "is not what was submitted: it differs in data" in refused.err
+
+
 def test_streams_are_one_of_a_kind_unless_named() -> None:
     assert set(leaderboard.chosen_streams(None)) < set(KINDS) and "attacker 5%" not in leaderboard.chosen_streams(None)
     assert leaderboard.chosen_streams(["all"]) == list(KINDS)

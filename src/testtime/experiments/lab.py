@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from testtime.datasets import Dataset
 from testtime.encoding.encode import DTYPES, RECIPE, encode, made_with
 from testtime.encoding.store import Features
 from testtime.experiments.jobs import Executor, in_order
-from testtime.files.identity import digest, identity, weights
+from testtime.files.identity import content, digest, identity, stamp, weights
 from testtime.machine.devices import step_device
 from testtime.session.order import shuffled
 from testtime.steppers import aligned
@@ -223,10 +223,24 @@ class Lab:
 
     @cached_property
     def data(self) -> str:
-        """A digest of these images: names (without the folder's location), content and labels."""
-        names = ["/".join(str(self.dataset.paths[i]).replace("\\", "/").split("/")[-2:]) for i in self.indices]
-        content = [f"{identity(self.dataset.paths[i])} {self.labels[i]}" for i in self.indices]
-        return digest([*names, *content])
+        """A digest of these images: names (without the folder's location), sizes, times and labels."""
+        return self._digest(stamp)
+
+    @cached_property
+    def content(self) -> str:
+        """As `data`, but by the images' bytes, so that a copy of them has the same. They are read once."""
+        name = f"content-{self.data}"
+        if (known := self.noted(name)) is None:
+            start = time.perf_counter()
+            found = self._digest(cache(content))
+            self.note(name, known := {"content": found}, time.perf_counter() - start)
+        return known["content"]
+
+    def _digest(self, by: Callable[[str | Path], str]) -> str:
+        paths = [self.dataset.paths[i] for i in self.indices]
+        names = ["/".join(str(path).replace("\\", "/").split("/")[-2:]) for path in paths]
+        each = (f"{identity(path, by)} {self.labels[i]}" for i, path in zip(self.indices, paths, strict=True))
+        return digest([*names, *each])
 
     def _images(self) -> list[StoredImage]:
         return [_absolute(self.dataset.paths[i]) for i in self.indices]

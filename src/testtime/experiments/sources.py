@@ -20,7 +20,7 @@ from testtime.experiments.lab import SUBSET_SEED, Cell, Record, Text
 from testtime.experiments.plan import Plan, recipe_of
 from testtime.experiments.recipes import Recipe
 from testtime.experiments.scenarios import KINDS, Images
-from testtime.files.identity import digest, stamp
+from testtime.files.identity import content, digest, weights
 from testtime.methods.zeroshot import ZeroShot
 from testtime.ops import unit
 from testtime.session.order import shuffled
@@ -137,7 +137,9 @@ def _encoded(plan: Plan, dataset: Dataset, foreign: Path | None) -> Source:
     lab, entry = plan.lab(dataset), recipe_of(dataset)
     text = cast(Text, plan.text("given", dataset, entry))  # which lacks nothing
     views = plan.views or ViewPlan()
+    # by content, not by times of files: a source is the same wherever its images are copied
     about = lab.conditions(Cell(ZeroShot(), text, views))
+    about |= {"data": lab.content, "weights": weights(plan.encoder, content)}
 
     def locate() -> Located:
         store = lab.store(views, VIEWS_SEED)
@@ -156,7 +158,7 @@ def _stored(plan: Plan, dataset: Stored, foreign: Path | None) -> Source:
         "dataset": dataset.name,
         "images": count,
         "classes": len(dataset.classnames),
-        "data": digest(stamp(file) for file in features.files),
+        "data": digest(map(content, features.files)),
         "encoder": features.metadata.get("encoder", ""),
         "views": views,
     }
@@ -173,7 +175,13 @@ def _source(
     name: str, about: Record, foreign: Path | None, entry: Recipe | None, locate: Callable[[], Located]
 ) -> Source:
     about = {key: value for key, value in about.items() if key not in ("seed", "method", "settings")}
-    return Source(name, about | {"foreign": foreign and digest([stamp(foreign)])}, SINGLE, entry, cache(locate))
+    return Source(
+        name,
+        about | {"foreign": foreign and digest(map(content, Features(foreign).files))},
+        SINGLE,
+        entry,
+        cache(locate),
+    )
 
 
 def _together(sources: Sequence[Source]) -> Source:

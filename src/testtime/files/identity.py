@@ -1,10 +1,13 @@
-"""Identities of images and weights: file sizes and modification times, which tell apart files of the same name."""
+"""Identities of images and weights: what tells apart files of the same name.
+
+By default by sizes and modification times (`stamp`), which read no file; by `content`, copies have the same identity.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from testtime.errors import InputError
@@ -16,16 +19,34 @@ from testtime.types import Encoder, StoredImage
 CHECKPOINT_FILES = ("open_clip_config.json", "tokenizer.json", "tokenizer_config.json", "spiece.model", "vocab.txt")
 
 
-def identity(image: str | StoredImage) -> str:
-    """Identifies an image's content: size and modification time of its file, and its position in a shared file.
+def stamp(file: str | Path) -> str:
+    """A file's size and modification time, as text."""
+    try:
+        status = os.stat(file)
+    except (OSError, ValueError):
+        return "missing"
+    return f"{status.st_size} {status.st_mtime_ns}"
 
-    An image that is in no file is identified by a digest of its bytes.
+
+def content(file: str | Path) -> str:
+    """A digest of a file's bytes, which are read."""
+    try:
+        with open(file, "rb") as opened:
+            return hashlib.file_digest(opened, "sha256").hexdigest()
+    except (OSError, ValueError):
+        return "missing"
+
+
+def identity(image: str | StoredImage, by: Callable[[str | Path], str] = stamp) -> str:
+    """Identifies an image: its file, and its position in a shared file.
+
+    A remote image is identified by what its server says, one that is in no file by a digest of its bytes.
     """
     if isinstance(image, RemoteImage):
         return " ".join(map(str, image[1:]))
     file = file_of(image)
     if file is not None:
-        return " ".join([stamp(file), *(map(str, image[1:]) if isinstance(image, tuple) else [])])
+        return " ".join([by(file), *(map(str, image[1:]) if isinstance(image, tuple) else [])])
     try:
         return digest([image.read_bytes()])  # type: ignore[union-attr]
     except (OSError, InputError):
@@ -39,13 +60,13 @@ def file_of(image: str | StoredImage) -> Path | None:
     return getattr(image, "archive", None) or getattr(image, "file", None)
 
 
-def weights(encoder: Encoder) -> str:
+def weights(encoder: Encoder, by: Callable[[str | Path], str] = stamp) -> str:
     """Identifies an encoder's weights if they are local files; empty if its name identifies them."""
     path = weights_of(encoder.name)
     if path is None:
         return ""
     files = sorted(path.iterdir()) if path.is_dir() else [path, *(path.with_name(name) for name in CHECKPOINT_FILES)]
-    return digest(f"{file.name} {stamp(file)}" for file in files)
+    return digest(f"{file.name} {by(file)}" for file in files)
 
 
 def weights_of(encoder: str) -> Path | None:
@@ -54,15 +75,6 @@ def weights_of(encoder: str) -> Path | None:
     name = rest.partition("/")[2] if kind == "open_clip" else rest if kind == "hf" else ""
     path = Path(os.path.expanduser(name))
     return path if name and path.exists() else None
-
-
-def stamp(file: str | Path) -> str:
-    """A file's size and modification time, as text."""
-    try:
-        status = os.stat(file)
-    except (OSError, ValueError):
-        return "missing"
-    return f"{status.st_size} {status.st_mtime_ns}"
 
 
 def digest(parts: Iterable[str | bytes]) -> str:

@@ -12,10 +12,10 @@ and the precision is shrunk towards the identity until there are four features p
 `batch` of 32 images into the memory before they answer the first of them; here the default is 1, which answers every
 image from itself and those before it.
 
-Departures: the covariance's scatter is updated by the one class that changed, in double precision; memory and
-entropies have the precision of the features (released: half). N slots that are no more than D dimensions never hold
-enough for a covariance that is not shrunk, and its precision follows from their Gram matrix by Woodbury's identity: the
-same up to rounding, with N x N numbers to factor and not D x D.
+Departures: the covariance is updated by the one class that changed, in double precision; memory and entropies have the
+precision of the features (released: half). A memory of N slots, no more than D, never holds four features per
+dimension. Its precision is then computed from the N x N inner products of the residuals (Woodbury's identity), which is
+faster and the same up to rounding.
 """
 
 from __future__ import annotations
@@ -37,44 +37,46 @@ WIDE = 1e12  # variance where all features held are alike: their Gaussians say n
 
 
 class Scatter(NamedTuple):
-    """The residuals r of all features held from the means of their classes, by their outer products."""
+    """The residuals r of the features held from the means of their classes, by their outer products."""
 
     outer: Tensor  # (D, D) float64, sum of r r'
     drift: Tensor  # (D,) float64, sum of r
 
-    def replace(self, label: Tensor, before: Tensor, after: Tensor, mean: Tensor, in_place: bool) -> Scatter:
-        """With the residuals (K, D) of one class, and its new mean (1, D)."""
+    def update(self, label: Tensor, before: Tensor, after: Tensor, mean: Tensor, in_place: bool) -> Scatter:
+        """With the new residuals (K, D) of one class, and its new mean (1, D)."""
         outer = torch.addmm(self.outer, torch.cat([after, -before]).T, torch.cat([after, before]))
         return Scatter(outer, self.drift + (after.sum(0) - before.sum(0)))
 
     def centred(self, held: Tensor) -> Tensor:
-        """The sum of outer products (D, D) of the residuals minus their mean; `held` (N,) is 1 for a slot in use."""
-        drift = self.drift[None]
-        return torch.addmm(self.outer, drift.T, drift / held.sum().clamp_min(1), alpha=-1)
+        """The sum of outer products (D, D) of the residuals minus their mean; `held` (N,) is 1 for a filled slot."""
+        return torch.addr(self.outer, self.drift, self.drift / held.sum().clamp_min(1), alpha=-1)
 
 
 class Gram(NamedTuple):
-    """The same residuals by their inner products, for no more slots than dimensions: N = C K <= D."""
+    """The same by inner products, for no more slots than dimensions."""
 
     rows: Tensor  # (N + C, D) float64: the residuals, zero for an empty slot, and below them the means
     products: Tensor  # (N + C, N) float64, of all rows with the residuals
 
-    def replace(self, label: Tensor, before: Tensor, after: Tensor, mean: Tensor, in_place: bool) -> Gram:
-        """As of `Scatter`; with `in_place`, these tensors are overwritten."""
-        slots = label * len(after) + torch.arange(len(after), device=label.device)
-        places, new = torch.cat([slots, label + self.products.shape[1]]), torch.cat([after, mean])
+    def update(self, label: Tensor, before: Tensor, after: Tensor, mean: Tensor, in_place: bool) -> Gram:
+        """As of `Scatter`; `in_place` overwrites these tensors."""
+        slots = self.products.shape[1]
+        changed = label * len(after) + torch.arange(len(after), device=label.device)
+        places, new = torch.cat([changed, slots + label]), torch.cat([after, mean])
         rows, products = self if in_place else (self.rows.clone(), self.products.clone())
-        across = rows.index_copy_(0, places, new) @ new.T  # (N + C, K + 1)
-        products.index_copy_(1, slots, across[:, :-1]).index_copy_(0, places, across[: products.shape[1]].T)
+        across = new @ rows.index_copy_(0, places, new).T  # (K + 1, N + C)
+        products.index_copy_(0, places, across[:, :slots]).index_copy_(1, changed, across[:-1].T)
         return Gram(rows, products)
 
     def centred(self, held: Tensor) -> Tensor:
         """The inner products (N, N) of the residuals minus their mean."""
-        gram = self.products[: len(held)]
-        number = held.sum().clamp_min(1)
-        drift = gram @ held / number
-        drift = drift - held * ((drift @ held) / (2 * number))
-        return torch.addmm(gram, torch.stack([drift, held], 1), torch.stack([held, drift]), alpha=-1)
+        gram = centre(self.products[: len(held)], held)
+        return gram.addr_(held, held @ gram / held.sum().clamp_min(1), alpha=-1)
+
+
+def centre(products: Tensor, held: Tensor) -> Tensor:
+    """Inner products (n, N) of any vectors with the residuals, after their mean is subtracted from these."""
+    return torch.addr(products, products @ held, held / held.sum().clamp_min(1), alpha=-1)
 
 
 class State(NamedTuple):
@@ -82,10 +84,10 @@ class State(NamedTuple):
     entropy: Tensor  # (C, K) in nats; inf marks an empty slot
     mean: Tensor  # (C, D) of each class; its prompt until it holds two features
     residuals: Scatter | Gram
-    # float64, the covariance is `share` times the residuals' centred scatter, plus `ridge` times the identity
+    # float64; the covariance is `share` of the scatter of the centred residuals, plus `ridge` times the identity
     share: Tensor  # ()
     ridge: Tensor  # ()
-    factor: Tensor  # (D, D), its upper Cholesky factor or the root of its pseudo-inverse; (N, N), that of the Gram matrix
+    factor: Tensor  # its upper Cholesky factor, or the root of its pseudo-inverse (D, D); or `Gram`'s (N, N)
     white: Tensor  # (C, D) or (C, D + N), the means in the coordinates of `_whiten`
 
 
@@ -130,23 +132,24 @@ class OGA(Base):
     def init(self, task: Task) -> State:
         classes, dim = task.text.shape
         slots, text = classes * self.capacity, task.text.double()
+        narrow = slots <= dim and self.inverse != "MoorePenrose"
         residuals: Scatter | Gram = Scatter(text.new_zeros(dim, dim), text.new_zeros(dim))
-        factored, white = dim, math.sqrt(dim) * text
-        if slots <= dim and self.inverse != "MoorePenrose":
+        if narrow:
             rows = torch.cat([text.new_zeros(slots, dim), text])
             residuals = Gram(rows, text.new_zeros(slots + classes, slots))
-            factored, white = slots, torch.cat([white, text.new_zeros(classes, slots)], 1)
         spread = math.sqrt(dim) if self.inverse == "MoorePenrose" else 1 / math.sqrt(dim)
-        return State(
+        state = State(
             task.text.new_zeros(classes, self.capacity, dim),
             task.text.new_full((classes, self.capacity), torch.inf),
             task.text.clone(),
             residuals,
             text.new_zeros(()),
             text.new_full((), 1 / dim),
-            spread * torch.eye(factored, dtype=torch.float64, device=text.device),  # of a covariance of I over D
-            white,
+            spread
+            * torch.eye(slots if narrow else dim, dtype=text.dtype, device=text.device),  # of the identity over D
+            text,
         )
+        return state._replace(white=self._whiten(state, text))
 
     def step(self, task: Task, state: State, views: Tensor) -> tuple[Tensor, State]:
         state = self._fit(task, state, self._remember(task, state, views[0]))
@@ -196,7 +199,7 @@ class OGA(Base):
             features=put(state.features, 0, label, row[None]),
             entropy=state.entropy.index_copy(0, label, new_costs[None]),  # never in place: it says if anything changed
             mean=put(state.mean, 0, label, new_mean),
-            residuals=state.residuals.replace(label, before, after, new_mean.double(), in_place),
+            residuals=state.residuals.update(label, before, after, new_mean.double(), in_place),
         )
 
     def _fit(self, task: Task, before: State, state: State) -> State:
@@ -242,10 +245,8 @@ class OGA(Base):
         if isinstance(state.residuals, Scatter):
             return torch.linalg.solve_triangular(state.factor.mT, rows.mT, upper=False).mT.contiguous()
         held = state.entropy.isfinite().flatten().double()
-        if products is None:
-            products = rows @ state.residuals.rows[: len(held)].T
-        centred = products - (products @ held / held.sum().clamp_min(1))[:, None] * held
-        white = torch.linalg.solve_triangular(state.factor.mT, centred.mT, upper=False).mT
+        products = rows @ state.residuals.rows[: len(held)].T if products is None else products
+        white = torch.linalg.solve_triangular(state.factor.mT, centre(products, held).mT, upper=False).mT
         return torch.cat([rows, state.share.sqrt() * white], 1) / state.ridge.sqrt()
 
     def log_likelihood(self, state: State, clean: Tensor) -> Tensor:
