@@ -549,6 +549,42 @@ def test_settings_other_than_the_tracks_are_found(made_board: Path, tmp_path: Pa
     assert done.code == 1 and "has no track 'per-dataset'" in done.err
 
 
+def test_assumptions_that_are_kept_silent_are_found(made_board: Path, tmp_path: Path, cli: Cli) -> None:
+    file = forged(made_board, tmp_path, lambda each: each.update(assumes=["batch"]), "zeroshot")
+    done = cli("leaderboard", "verify", file, "--cells", 8, "--out", tmp_path)
+    assert done.code == 1 and "zeroshot, order 1: DIFFERS: it assumes nothing, and not batch" in done.err
+
+
+def test_a_baseline_that_is_lowered_for_one_method_is_refused(made_board: Path, tmp_path: Path, cli: Cli) -> None:
+    def lower(each: dict[str, Any]) -> None:
+        order = each["scores"][0]
+        order["zero_shot"] = (round(order["zero_shot"] * order["images"]) - 2) / order["images"]
+
+    file = forged(made_board, tmp_path, lower)
+    for command in (["verify", file], ["add", file, "--out", tmp_path / "o"]):
+        done = cli("leaderboard", *command)
+        assert done.code == 2 and "order 1, is not the same beside zeroshot and beside tda" in done.err
+    # nor in a file of its own, which says nothing of the other methods
+    alone = json.loads(file.read_text())
+    alone["entries"] = [each for each in alone["entries"] if each["label"] == "tda"]
+    file.write_text(json.dumps(alone))
+    done = cli("leaderboard", "add", made_board, file, "--out", tmp_path / "o")
+    assert done.code == 2 and "has other scores than on the board" in done.err
+    alone["entries"] = [each | {"label": "tda:mine"} for each in alone["entries"]]
+    file.write_text(json.dumps(alone))
+    done = cli("leaderboard", "add", made_board, file, "--out", tmp_path / "o")
+    assert done.code == 2 and "beside zeroshot and beside tda:mine" in done.err
+
+
+def test_orders_that_may_have_been_chosen_are_named(made_board: Path, tmp_path: Path) -> None:
+    def choose(each: dict[str, Any]) -> None:
+        each["scores"][1]["seed"] = 7
+
+    told = "Not the first orders, which may have been chosen by their scores: tda."
+    assert told in remarks(submission.read(forged(made_board, tmp_path, choose)))
+    assert told not in remarks(submission.read(made_board))
+
+
 def test_a_method_that_is_not_installed_is_named_with_its_package(made_board: Path, tmp_path: Path, cli: Cli) -> None:
     file = forged(made_board, tmp_path, lambda each: each.update(label="mine", package="my-package 1.0"))
     done = cli("leaderboard", "verify", file, "--cells", 8, "--out", tmp_path)

@@ -183,6 +183,8 @@ def remarks(board: Record) -> list[str]:
         seen = f"{count(views, 'view')} of each{' by AugMix' * augmix}"
         lines.append(f"{name}: {images}{classes}, {seen}, encoder {about['encoder'] or 'unknown'}.")
     lines.append(f"Orders of each stream: {_orders(board)}.")
+    if chosen := _chosen_orders(board):
+        lines.append(f"Not the first orders, which may have been chosen by their scores: {', '.join(chosen)}.")
     lines += REMARKS
     machines = list(dict.fromkeys(each.get("machine", "") for each in board["made"]))
     lines.append(f"Times are of {'; '.join(machines)}" + ", and not comparable with one another." * (len(machines) > 1))
@@ -201,6 +203,12 @@ def _orders(board: Record) -> str:
             fewer.setdefault(entry["label"], set()).add(len(entry["scores"]))
     named = [f"{label} {_either(numbers)}" for label, numbers in fewer.items()]
     return _either(set(most.values())) + (f"; fewer of {', '.join(named)}" if named else "")
+
+
+def _chosen_orders(board: Record) -> list[str]:
+    """The methods with orders other than 1, 2, 3 and so on."""
+    seeds = [(entry["label"], sorted(order["seed"] for order in entry["scores"])) for entry in board["entries"]]
+    return list(dict.fromkeys(label for label, found in seeds if found != list(range(1, len(found) + 1))))
 
 
 def _either(numbers: set[int]) -> str:

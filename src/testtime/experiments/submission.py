@@ -49,6 +49,7 @@ ENTRY: dict[str, tuple[type, ...]] = {
     "machine": (str,),
     "made": (int,),
 }
+ROUNDING = 0.002  # by which an accuracy may differ between machines, or by one image; `verify` has the same
 WHOLE = 1e-4  # how near to a whole number of images an accuracy must be
 LONGEST = 200  # characters of a name, which ends in tables
 MOST_VIEWS = 1024  # of an image: `verify` encodes as many as a file says
@@ -111,6 +112,21 @@ def _check(found: Record, path: Path) -> None:
     keys = [key_of(entry) for entry in found["entries"]]
     if len(set(keys)) < len(keys):
         raise InputError(f"{path} is malformed: two entries are of the same track, method, source and stream.")
+    _check_baseline(found["entries"], str(path))
+
+
+def _check_baseline(entries: Iterable[Record], name: str) -> None:
+    """Refuse entries that are compared with different baselines on the same order, beyond what rounding can do."""
+    known: dict[tuple[str, str, int], tuple[str, Record]] = {}
+    for entry in entries:
+        for order in entry["scores"]:
+            label, other = known.setdefault((entry["source"], entry["stream"], order["seed"]), (entry["label"], order))
+            allowed = max(ROUNDING, 1 / order["images"] + WHOLE)
+            if order["images"] != other["images"] or abs(order["zero_shot"] - other["zero_shot"]) > allowed:
+                raise InputError(
+                    f"{name}: zero-shot on '{entry['stream']}', order {order['seed']}, is not the same beside {label} "
+                    f"and beside {entry['label']}; repeat both with 'testtime leaderboard verify'."
+                )
 
 
 def _source_problem(name: str, source: object) -> str:
@@ -204,6 +220,7 @@ def merge(boards: Sequence[tuple[str, Record]]) -> Record:
         board["left_out"] |= found["left_out"]
     ran = {label for _, label, _, _ in entries}
     board["left_out"] = {label: reason for label, reason in board["left_out"].items() if label not in ran}
+    _check_baseline(entries.values(), " and ".join(name for name, _ in boards))
     return board | {"entries": list(entries.values())}
 
 

@@ -61,6 +61,8 @@ def repeat(
                 problems[number] = f"{entry['label']} has no track '{entry['track']}' on {source.name}"
             elif keys := _unlike(cell.about["settings"], entry["settings"]):
                 problems[number] = f"its settings are not those of the track '{entry['track']}': {', '.join(keys)}"
+            elif (assumed := list(getattr(cell.method, "assumes", ()))) != entry["assumes"]:
+                problems[number] = f"it assumes {_either(assumed)}, and not {_either(entry['assumes'])}"
             else:
                 yield streams.job_of(number, cell, again, "", lambda line: None)
 
@@ -101,6 +103,10 @@ def _other_data(wanted: Record, sources: Sequence[Source]) -> str:
         return f"'{wanted['name']}' of the submission was not found: give it, as in 'leaderboard verify FILE SOURCE'."
     keys = _unlike(mine, wanted["about"])
     return f"'{wanted['name']}' is not what was submitted: it differs in {', '.join(keys)}."
+
+
+def _either(assumed: Sequence[str]) -> str:
+    return ", ".join(assumed) or "nothing"
 
 
 def _unlike(mine: Record, others: Record) -> list[str]:

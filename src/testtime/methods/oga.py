@@ -53,13 +53,13 @@ class Scatter(NamedTuple):
 
 
 class Gram(NamedTuple):
-    """The same by inner products, for no more slots than dimensions."""
+    """The same by their inner products, for no more slots than dimensions."""
 
     rows: Tensor  # (N + C, D) float64: the residuals, zero for an empty slot, and below them the means
     products: Tensor  # (N + C, N) float64, of all rows with the residuals
 
     def update(self, label: Tensor, before: Tensor, after: Tensor, mean: Tensor, in_place: bool) -> Gram:
-        """As of `Scatter`; `in_place` overwrites these tensors."""
+        """As `Scatter.update`; with `in_place` these tensors are overwritten."""
         slots = self.products.shape[1]
         changed = label * len(after) + torch.arange(len(after), device=label.device)
         places, new = torch.cat([changed, slots + label]), torch.cat([after, mean])
@@ -75,7 +75,7 @@ class Gram(NamedTuple):
 
 
 def centre(products: Tensor, held: Tensor) -> Tensor:
-    """Inner products (n, N) of any vectors with the residuals, after their mean is subtracted from these."""
+    """Inner products (n, N) of n vectors with the residuals, as they are once the residuals' mean is subtracted."""
     return torch.addr(products, products @ held, held / held.sum().clamp_min(1), alpha=-1)
 
 
@@ -84,11 +84,10 @@ class State(NamedTuple):
     entropy: Tensor  # (C, K) in nats; inf marks an empty slot
     mean: Tensor  # (C, D) of each class; its prompt until it holds two features
     residuals: Scatter | Gram
-    # float64; the covariance is `share` of the scatter of the centred residuals, plus `ridge` times the identity
-    share: Tensor  # ()
-    ridge: Tensor  # ()
-    factor: Tensor  # its upper Cholesky factor, or the root of its pseudo-inverse (D, D); or `Gram`'s (N, N)
-    white: Tensor  # (C, D) or (C, D + N), the means in the coordinates of `_whiten`
+    share: Tensor  # () float64; the covariance is `share` times the scatter of the centred residuals
+    ridge: Tensor  # () float64, plus `ridge` times the identity
+    factor: Tensor  # float64: its upper Cholesky factor or the root of its pseudo-inverse, (D, D); of `Gram`'s, (N, N)
+    white: Tensor  # float64, the means in the coordinates of `_whiten`: (C, D), or (C, D + N)
 
 
 @dataclass(frozen=True)
@@ -132,12 +131,14 @@ class OGA(Base):
     def init(self, task: Task) -> State:
         classes, dim = task.text.shape
         slots, text = classes * self.capacity, task.text.double()
-        narrow = slots <= dim and self.inverse != "MoorePenrose"
         residuals: Scatter | Gram = Scatter(text.new_zeros(dim, dim), text.new_zeros(dim))
-        if narrow:
+        factored = dim
+        if slots <= dim and self.inverse != "MoorePenrose":  # then the covariance is always shrunk
             rows = torch.cat([text.new_zeros(slots, dim), text])
-            residuals = Gram(rows, text.new_zeros(slots + classes, slots))
-        spread = math.sqrt(dim) if self.inverse == "MoorePenrose" else 1 / math.sqrt(dim)
+            residuals, factored = Gram(rows, text.new_zeros(slots + classes, slots)), slots
+        # the factor of a covariance of the identity over D
+        factor = torch.eye(factored, dtype=text.dtype, device=text.device)
+        factor *= math.sqrt(dim) if self.inverse == "MoorePenrose" else 1 / math.sqrt(dim)
         state = State(
             task.text.new_zeros(classes, self.capacity, dim),
             task.text.new_full((classes, self.capacity), torch.inf),
@@ -145,8 +146,7 @@ class OGA(Base):
             residuals,
             text.new_zeros(()),
             text.new_full((), 1 / dim),
-            spread
-            * torch.eye(slots if narrow else dim, dtype=text.dtype, device=text.device),  # of the identity over D
+            factor,
             text,
         )
         return state._replace(white=self._whiten(state, text))
@@ -212,7 +212,6 @@ class OGA(Base):
         degrees = (number - 1).clamp_min(1).double()
         total, ready = centred.trace(), (held.sum(1) > 2).any()
         spread = total / degrees  # the trace of S
-        # the matrix to invert is `share` times the centred one, plus `ridge` times the identity
         zero, share, ridge = torch.zeros_like(total), 1 / degrees, JITTER * spread
         if self.inverse == "MoorePenrose":
             ridge = zero
@@ -236,9 +235,10 @@ class OGA(Base):
         return state._replace(white=self._whiten(state, means, products))
 
     def _whiten(self, state: State, rows: Tensor, products: Tensor | None = None) -> Tensor:
-        """Rows (n, D) in the coordinates where the precision is the identity; `products` (n, N) with the residuals.
+        """Rows (n, D) in the coordinates where the precision is the identity.
 
-        With a Gram matrix these are D + N coordinates, and the squares of the last N are to be subtracted.
+        Those of `Gram`, which takes the `products` (n, N) of the rows with the residuals, are D + N, and the squares of
+        the last N are subtracted.
         """
         if self.inverse == "MoorePenrose":
             return rows @ state.factor
