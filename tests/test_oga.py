@@ -151,6 +151,10 @@ def test_without_weight_it_is_zero_shot():
     assert torch.equal(OGA().probabilities(scores), scores)
 
 
+def test_a_pseudo_inverse_which_waits_for_the_gpu_is_not_captured():
+    assert OGA().capturable and OGA(inverse="Ridge").capturable and not OGA(inverse="MoorePenrose").capturable
+
+
 def test_a_batch_is_learned_before_its_first_image_is_answered():
     task, stream = stream_of(images=32)
     one, many = OGA(), OGA(batch=32)

@@ -85,6 +85,11 @@ class Base:
         """How many images are read before the first of them is answered."""
         return 1
 
+    @property
+    def capturable(self) -> bool:
+        """Whether steps on a GPU can be captured in a graph: not if one waits for the GPU, as `eigh` does."""
+        return not self.needs_tower
+
     def init(self, task: Task) -> Any:
         """The state before the first image."""
         raise NotImplementedError

@@ -128,6 +128,11 @@ class OGA(Base):
         """The batch."""
         return self.batch
 
+    @property
+    def capturable(self) -> bool:
+        """Not with a pseudo-inverse; a capture that fails would break the solver for the steps after it."""
+        return self.inverse != "MoorePenrose"
+
     def init(self, task: Task) -> State:
         classes, dim = task.text.shape
         slots, text = classes * self.capacity, task.text.double()

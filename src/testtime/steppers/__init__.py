@@ -91,8 +91,8 @@ def open_stepper(
         return import_module(fast.module).Stepper(task, methods, states)
     if len(methods) > 1:
         raise InputError(f"{len(methods)} runs that cannot share a stepper; open one for each.")
-    steps = batch_of(methods[0]) == 1 and not getattr(methods[0], "needs_tower", False)  # can be captured one by one
-    if task.text.is_cuda and not reference and steps:
+    alone = batch_of(methods[0]) == 1 and getattr(methods[0], "capturable", True)
+    if task.text.is_cuda and not reference and alone:
         return import_module("testtime.steppers.gpu.graph").Stepper(task, methods, states)
     return Plain(task, methods, states)
 
