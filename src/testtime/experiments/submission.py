@@ -49,7 +49,7 @@ ENTRY: dict[str, tuple[type, ...]] = {
     "machine": (str,),
     "made": (int,),
 }
-ROUNDING = 0.002  # by which an accuracy may differ between machines, or by one image; `verify` has the same
+ROUNDING = 0.002  # by which an accuracy may differ between machines, or by one image; the default tolerance of `verify`
 WHOLE = 1e-4  # how near to a whole number of images an accuracy must be
 LONGEST = 200  # characters of a name, which ends in tables
 MOST_VIEWS = 1024  # of an image: `verify` encodes as many as a file says
