@@ -182,6 +182,8 @@ def test_slow_methods_run_in_as_many_orders_as_fit_unless_they_are_named(
         "zeroshot": 8,
         "tda": 4,
     }
+    (lines,) = (sheet.rows for sheet in sheets(board) if "rank" in sheet.header)
+    assert {line[0]: line[2].endswith(", 4 cells)") for line in lines} == {"zeroshot": False, "tda": True}
     # named, they run in all orders, and what was run is neither left out nor run again
     assert cli(*call, "--methods", "dmn").code == 0
     again = cli(*call)

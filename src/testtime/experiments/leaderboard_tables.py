@@ -43,7 +43,8 @@ REMARKS = (
     "variance is taken over the orders of each stream, with Satterthwaite's degrees of freedom; the intervals say "
     "nothing about other datasets or streams.",
     "Ranks: 1, and one more for each method whose whole interval lies above. A method without all streams has no rank. "
-    "One in fewer orders has a wider interval, so fewer methods rank before it, and its worst cell is of fewer draws.",
+    "One in fewer orders has a wider interval, so fewer methods rank before it; its accuracy, tail and worst cell are "
+    "of fewer draws, and only its difference to zero-shot can be compared.",
 )
 
 
@@ -77,9 +78,13 @@ def _rows(entries: Sequence[Record], names: dict[str, str]) -> list[Record]:
         of = standing({(names[each["source"]], each["stream"]): cells_of(each) for each in mine})
         found.append((_about(mine, whole=len(mine) == len(groups)), of))
     found.sort(key=lambda each: -each[1].gap.mean)
+    most = max(of.cells for _, of in found)
     places = ranks([of.gap if about["whole"] else None for about, of in found])
     return [
-        about | {"rank": rank} | of._asdict() | {"where": list(of.where), "gap": of.gap._asdict()}
+        about
+        | {"rank": rank, "fewer": about["whole"] and of.cells < most}
+        | of._asdict()
+        | {"where": list(of.where), "gap": of.gap._asdict()}
         for (about, of), rank in zip(found, places, strict=True)
     ]
 
@@ -140,10 +145,11 @@ def _values(row: Record) -> list[Value]:
     """A row's value for each column."""
     gap, size, where = row["gap"], row["state_bytes"], row["where"]
     bounds = "" if gap["low"] is None else f"{_points(gap['low'])} to {_points(gap['high'])}"
-    error = "" if row["error"] is None else f"± {percent(row['error'])}"
+    error = [] if row["error"] is None else [f"± {percent(row['error'])}"]
+    fewer = [f"{row['cells']:,} cells"] if row["fewer"] else []
     return [
         Value("–" if row["rank"] is None else str(row["rank"]), row["rank"]),
-        Value(percent(row["accuracy"]), row["accuracy"], error),
+        Value(percent(row["accuracy"]), row["accuracy"], ", ".join(error + fewer)),
         Value(percent(row["tail"]), row["tail"]),
         Value(percent(row["worst"]), row["worst"], f"{where[0]}, {where[1]}, order {where[2]}"),
         Value(_points(gap["mean"]), gap["mean"], bounds),
