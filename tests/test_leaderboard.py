@@ -16,13 +16,14 @@ from random import Random
 from typing import Any, ClassVar
 
 import pytest
+import torch
 from conftest import Outcome
 from small_data import make_folders
 
 from testtime import load_encoder, registry, save_features, toy
 from testtime.encoding.store import Features
 from testtime.experiments import leaderboard, recipes, sources, submission
-from testtime.experiments.lab import fingerprint
+from testtime.experiments.lab import fingerprint, provenance
 from testtime.experiments.leaderboard_tables import ALL, remarks, sheets, standings, write_board
 from testtime.experiments.oracle import WEIGHTS
 from testtime.experiments.plan import Plan
@@ -576,6 +577,13 @@ def test_a_baseline_that_is_lowered_for_one_method_is_refused(made_board: Path, 
     file.write_text(json.dumps(alone))
     done = cli("leaderboard", "add", made_board, file, "--out", tmp_path / "o")
     assert done.code == 2 and "beside zeroshot and beside tda:mine" in done.err
+
+
+def test_times_of_a_gpu_are_said_to_be_its(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A Fast One")
+    assert submission.made(torch.device("cuda"))["machine"].startswith("A Fast One; ")
+    assert provenance(torch.device("cuda"))["machine"].startswith("A Fast One; ")
+    assert "A Fast One" not in submission.made(torch.device("cpu"))["machine"]
 
 
 def test_orders_that_may_have_been_chosen_are_named(made_board: Path, tmp_path: Path) -> None:

@@ -176,7 +176,7 @@ def run_together(where: Where, stage: Stage, methods: Sequence[Method], alone: b
         seconds, costs = (time.perf_counter() - start) / len(methods), {}
         for scorer, logits in zip(scorers, answers, strict=True):
             scorer.update(logits.cpu(), labels)
-    return Ran([scorer.compute() for scorer in scorers], len(order), seconds, costs, provenance())
+    return Ran([scorer.compute() for scorer in scorers], len(order), seconds, costs, provenance(task.text.device))
 
 
 def stream_views(store: Features, order: Tensor, where: Where, what: str) -> Iterator[Tensor]:

@@ -259,16 +259,16 @@ class Lab:
 
     def note(self, name: str, what: Record, seconds: float) -> None:
         """Record how long something took, and on which machine."""
-        note(self.folder, name, what, seconds)
+        note(self.folder, name, what, seconds, provenance(self.encoder.device))
 
     def noted(self, name: str) -> Record | None:
         """How long something took, if that was recorded."""
         return noted(self.folder, name)
 
 
-def note(folder: Path, name: str, what: Record, seconds: float, made: dict[str, str] | None = None) -> None:
-    """Record in a folder of results how long something took, and on which machine: by default on this one."""
-    record = what | {"seconds": seconds} | (made or provenance())
+def note(folder: Path, name: str, what: Record, seconds: float, made: dict[str, str]) -> None:
+    """Record in a folder of results how long something took, and on which machine: a `provenance`."""
+    record = what | {"seconds": seconds} | made
     files.write_atomic(folder / "timings" / f"{name}.json", json.dumps(record, indent=1) + "\n")
 
 
@@ -278,9 +278,11 @@ def noted(folder: Path, name: str) -> Record | None:
     return files.parse_json(read_bytes(path), path, kind=dict) if path.exists() else None
 
 
-def provenance() -> dict[str, str]:
-    """What times depend on besides the run: versions and the machine."""
+def provenance(device: torch.device) -> dict[str, str]:
+    """What times depend on besides the run: versions and the machine, with its GPU if that is used."""
     machine = f"{platform.machine()}, {torch.get_num_threads()} threads"
+    if device.type != "cpu":
+        machine = f"{torch.cuda.get_device_name(device) if device.type == 'cuda' else device.type}; {machine}"
     return {"version": __version__, "torch": torch.__version__, "machine": machine}
 
 

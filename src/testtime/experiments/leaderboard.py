@@ -139,6 +139,7 @@ def estimate(plan: Plan, entries: Sequence[Entry]) -> dict[str, float]:
     """
     pending = [each.cell for each in entries if not _ran(plan, each)]
     device, found = step_device(plan.encoder.device), dict[str, float]()
+    made = provenance(device)
     for cell in pending:
         images = cell.source.load()
         task = images.task.to(device)
@@ -146,12 +147,12 @@ def estimate(plan: Plan, entries: Sequence[Entry]) -> dict[str, float]:
         stream = make_stream(cell.kind, images, orders[0])
         if isinstance(stream, str):
             continue
-        probe = cell.source.about | {key: cell.about[key] for key in ("method", "settings")} | {"device": device.type}
-        step = f"step-{fingerprint(probe | provenance())}"
+        probe = cell.source.about | {key: cell.about[key] for key in ("method", "settings")}
+        step = f"step-{fingerprint(probe | made)}"
         try:
             if noted(plan.folder, step) is None:
                 seconds = workers(1).submit(_seconds, Session(task, cell.method), images.views[:PROBED]).result()
-                note(plan.folder, step, probe, seconds)
+                note(plan.folder, step, probe, seconds, made)
         except MissingPart:
             continue
         rounds = math.ceil(len(orders) / parallel_steppers(device))
@@ -217,7 +218,8 @@ def run(plan: Plan, given: Sequence[tuple[str, Sequence[Source]]], entries: Sequ
                     f"{origin[source.name]} and {what} both have a source named '{source.name}'; give one at a time, "
                     "and put them together with 'testtime leaderboard add'."
                 )
-    submission: Record = {"format": FORMAT, "made": [made()], "sources": {}, "entries": [], "left_out": {}}
+    now = made(step_device(plan.encoder.device))
+    submission: Record = {"format": FORMAT, "made": [now], "sources": {}, "entries": [], "left_out": {}}
     missing: list[Record] = []
     results = streams.run_cells(plan, [entry.cell for entry in entries])
     for (track, cell), scores in zip(entries, results, strict=True):

@@ -217,7 +217,7 @@ def _order(kind: str, method: Method, guarded: bool, images: Images, task: Task,
         told = stream.labels.where(stream.scored, FOREIGN)
         answers = answers._replace(logits=method.chosen(answers.logits, told)[0])
     scores = {"seed": seed} | score(task_of(images.task, stream), method, stream, answers)
-    return Ran(scores, seconds, len(stream.rows), state, provenance())
+    return Ran(scores, seconds, len(stream.rows), state, provenance(task.text.device))
 
 
 def summary(scores: Sequence[Record]) -> Record:

@@ -55,11 +55,11 @@ LONGEST = 200  # characters of a name, which ends in tables
 MOST_VIEWS = 1024  # of an image: `verify` encodes as many as a file says
 
 
-def made() -> Record:
-    """Versions, the commit of testtime if it runs from a repository, and the machine."""
-    return provenance() | {
+def made(device: torch.device) -> Record:
+    """Versions, the commit of testtime if it runs from a repository, and the machine, with its GPU if that is used."""
+    return provenance(device) | {
         "python": platform.python_version(),
-        "machine": machine(torch.device("cpu")),
+        "machine": machine(device),
         "commit": _commit(Path(testtime.__file__).parent),
     }
 
