@@ -579,6 +579,18 @@ def test_a_baseline_that_is_lowered_for_one_method_is_refused(made_board: Path, 
     assert done.code == 2 and "beside zeroshot and beside tda:mine" in done.err
 
 
+def test_times_of_several_machines_have_no_mean(made_board: Path) -> None:
+    board = submission.read(made_board)
+    assert all(row["milliseconds"] is not None for row in standings(board)["one-setting"][ALL])
+    board["made"].append(board["made"][0] | {"machine": "A Fast One"})
+    moved = [each for each in board["entries"] if each["label"] == "tda"][0]
+    moved["made"] = 1
+    choices = standings(board)["one-setting"]
+    assert {row["label"]: row["milliseconds"] is None for row in choices[ALL]}["tda"]
+    alone = {row["label"]: row for row in choices[f"stream: {moved['stream']}"]}
+    assert alone["tda"]["milliseconds"] == moved["milliseconds"]
+
+
 def test_times_of_a_gpu_are_said_to_be_its(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A Fast One")
     assert submission.made(torch.device("cuda"))["machine"].startswith("A Fast One; ")

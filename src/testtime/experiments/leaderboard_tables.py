@@ -58,7 +58,7 @@ def standings(board: Record) -> Record:
     if len(streams) > 1:
         choices |= {f"stream: {name}": ("stream", name) for name in streams}
     return {
-        track: {choice: _rows(_chosen(board, track, *which), names) for choice, which in choices.items()}
+        track: {choice: _rows(board, _chosen(board, track, *which), names) for choice, which in choices.items()}
         for track in NAMES
         if _chosen(board, track)
     }
@@ -69,16 +69,17 @@ def _chosen(board: Record, track: str, key: str = "", value: str = "") -> list[R
     return [each for each in board["entries"] if each["track"] == track and (not key or each[key] == value)]
 
 
-def _rows(entries: Sequence[Record], names: dict[str, str]) -> list[Record]:
+def _rows(board: Record, entries: Sequence[Record], names: dict[str, str]) -> list[Record]:
     """A row for each method; those without every group of cells have no rank."""
     groups = {(each["source"], each["stream"]) for each in entries}
     found: list[tuple[Record, Standing]] = []
     for label in dict.fromkeys(each["label"] for each in entries):
         mine = [each for each in entries if each["label"] == label]
         of = standing({(names[each["source"]], each["stream"]): cells_of(each) for each in mine})
-        found.append((_about(mine, whole=len(mine) == len(groups)), of))
+        one = len({board["made"][each["made"]].get("machine") for each in mine}) == 1
+        found.append((_about(mine, whole=len(mine) == len(groups), timed=one), of))
     found.sort(key=lambda each: -each[1].gap.mean)
-    most = max(of.cells for _, of in found)
+    most = max((of.cells for _, of in found), default=0)
     places = ranks([of.gap if about["whole"] else None for about, of in found])
     return [
         about
@@ -89,9 +90,10 @@ def _rows(entries: Sequence[Record], names: dict[str, str]) -> list[Record]:
     ]
 
 
-def _about(entries: Sequence[Record], whole: bool) -> Record:
-    timed = [(each["milliseconds"], sum(order["images"] for order in each["scores"])) for each in entries]
-    known = [(ms, images) for ms, images in timed if ms is not None]
+def _about(entries: Sequence[Record], whole: bool, timed: bool) -> Record:
+    """What a row says besides its scores; a mean of times only if they are of one machine."""
+    times = [(each["milliseconds"], sum(order["images"] for order in each["scores"])) for each in entries if timed]
+    known = [(ms, images) for ms, images in times if ms is not None]
     sizes = [each["state_bytes"] for each in entries if each["state_bytes"] is not None]
     return {
         "label": entries[0]["label"],
