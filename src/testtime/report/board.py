@@ -22,7 +22,7 @@ def board(found: Board | None) -> str:
     if found is None:
         return ""
     return _filters(found) + "".join(
-        f"<h3>{safe(title)}</h3>" + (f"<p>{safe(below)}</p>" if below else "") + _table(found, bodies)
+        f"<div><h3>{safe(title)}</h3>" + (f"<p>{safe(below)}</p>" if below else "") + _table(found, bodies) + "</div>"
         for title, below, bodies in found.tables
     )
 

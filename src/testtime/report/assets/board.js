@@ -11,6 +11,8 @@ for (const form of document.querySelectorAll("form.filters")) {
     const part = name.value.trim().toLowerCase(), hidden = boxes.filter((box) => box.checked).map((box) => box.value);
     let shown = 0, all = 0;
     for (const table of tables) {
+      // with its title, where nothing ran in these cells
+      table.closest("div:has(h3)").hidden = !table.tBodies[cells.selectedIndex].rows.length;
       [...table.tBodies].forEach((body, number) => {
         const chosen = number === cells.selectedIndex;
         body.style.display = chosen ? "table-row-group" : "none";
