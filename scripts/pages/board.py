@@ -1,4 +1,4 @@
-"""The ranks of the board in `docs/board`, for the page on leaderboards."""
+"""The ranks of the boards in `docs/board`, for the page on leaderboards."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 from pages import table
 
-BOARD = Path(__file__).parents[2] / "docs" / "board" / "leaderboard.json"
+BOARDS = Path(__file__).parents[2] / "docs" / "board"
 COLUMNS = {
-    "one setting, all datasets": ("one-setting", "all cells"),
-    "one setting, Caltech101": ("one-setting", "dataset: caltech101"),
-    "per dataset, Caltech101": ("per-dataset", "dataset: caltech101"),
-    "one setting, demo": ("one-setting", "dataset: demo"),
+    "one setting, all datasets": ("leaderboard.json", "one-setting", "all cells"),
+    "one setting, Caltech101": ("leaderboard.json", "one-setting", "dataset: caltech101"),
+    "per dataset, Caltech101": ("leaderboard.json", "per-dataset", "dataset: caltech101"),
+    "one setting, demo": ("demo/leaderboard.json", "one-setting", "all cells"),
 }
 HEAD = ["method", *COLUMNS, "below zero-shot"]
 
@@ -23,8 +23,10 @@ def ranks() -> str:
 
     A method that lacks some of the streams has "-".
     """
-    standings = json.loads(BOARD.read_text())["standings"]
-    columns = [{row["label"]: row for row in standings[track][cells]} for track, cells in COLUMNS.values()]
+    columns = [
+        {row["label"]: row for row in json.loads((BOARDS / file).read_text())["standings"][track][cells]}
+        for file, track, cells in COLUMNS.values()
+    ]
     rows = [
         [
             label,

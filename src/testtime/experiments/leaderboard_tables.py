@@ -208,7 +208,8 @@ def _orders(board: Record) -> str:
         most[place] = max(most.get(place, 0), len(entry["scores"]))
     for entry in board["entries"]:
         if len(entry["scores"]) < most[entry["source"], entry["stream"]]:
-            fewer.setdefault(entry["label"], set()).add(len(entry["scores"]))
+            name = entry["label"] + f" ({NAMES[ORACLE].lower()})" * (entry["track"] == ORACLE)
+            fewer.setdefault(name, set()).add(len(entry["scores"]))
     named = [f"{label} {_either(numbers)}" for label, numbers in fewer.items()]
     return _either(set(most.values())) + (f"; fewer of {', '.join(named)}" if named else "")
 
