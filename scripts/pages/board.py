@@ -13,7 +13,7 @@ COLUMNS = {
     "one setting, all datasets": ("leaderboard.json", "one-setting", "all cells"),
     "one setting, Caltech101": ("leaderboard.json", "one-setting", "dataset: caltech101"),
     "per dataset, Caltech101": ("leaderboard.json", "per-dataset", "dataset: caltech101"),
-    "one setting, demo": ("demo/leaderboard.json", "one-setting", "all cells"),
+    "one setting, demo": ("demo.json", "one-setting", "all cells"),
 }
 HEAD = ["method", *COLUMNS, "below zero-shot"]
 
