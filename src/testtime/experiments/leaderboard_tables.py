@@ -76,8 +76,7 @@ def _rows(board: Record, entries: Sequence[Record], names: dict[str, str]) -> li
     for label in dict.fromkeys(each["label"] for each in entries):
         mine = [each for each in entries if each["label"] == label]
         of = standing({(names[each["source"]], each["stream"]): cells_of(each) for each in mine})
-        one = len({board["made"][each["made"]].get("machine") for each in mine}) == 1
-        found.append((_about(mine, whole=len(mine) == len(groups), timed=one), of))
+        found.append((_about(board, mine, whole=len(mine) == len(groups)), of))
     found.sort(key=lambda each: -each[1].gap.mean)
     most = max((of.cells for _, of in found), default=0)
     places = ranks([of.gap if about["whole"] else None for about, of in found])
@@ -90,10 +89,11 @@ def _rows(board: Record, entries: Sequence[Record], names: dict[str, str]) -> li
     ]
 
 
-def _about(entries: Sequence[Record], whole: bool, timed: bool) -> Record:
+def _about(board: Record, entries: Sequence[Record], whole: bool) -> Record:
     """What a row says besides its scores; a mean of times only if they are of one machine."""
-    times = [(each["milliseconds"], sum(order["images"] for order in each["scores"])) for each in entries if timed]
-    known = [(ms, images) for ms, images in times if ms is not None]
+    timed = [(each["milliseconds"], sum(order["images"] for order in each["scores"])) for each in entries]
+    machines = {board["made"][each["made"]].get("machine") for each in entries}
+    known = [(ms, images) for ms, images in timed if ms is not None and len(machines) == 1]
     sizes = [each["state_bytes"] for each in entries if each["state_bytes"] is not None]
     return {
         "label": entries[0]["label"],
